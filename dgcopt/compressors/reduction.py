@@ -29,7 +29,7 @@ from ..flat.shard import Chunks, Sharding
 from ..kernels import Groups, block_maxima, by_owner, gather, of_owners, select, subtract_at
 from .base import GradientExchange
 from .context import Context
-from .refusal import Refusal, decode_or_refuse, heed_refusals
+from .refusal import Refusal, decode_or_refuse, gather_from_owners
 
 __all__ = [
     "SUMS",
@@ -268,8 +268,6 @@ class OwnerReduction:
         else:
             count = self._forwarded(ctx.size, length)
         message, sent, arriving = code.encode(places, chosen, length, count)
-        if refusal is not None:
-            refusal.replace(message)
 
         def keep() -> None:
             if self.decay != 1:
@@ -279,7 +277,7 @@ class OwnerReduction:
 
         if self.decay:
             ctx.memory.on_commit(keep)
-        return (yield from self._forward(message, count, ctx))
+        return (yield from self._forward(message, refusal, count, ctx))
 
     def _held(self, ctx: Context) -> Tensor:
         """Return the sums of earlier steps that this rank has not forwarded."""
@@ -296,9 +294,9 @@ class OwnerReduction:
         places = select(sums, block_maxima(sums), groups)
         return places[gather(sums, places) != 0]
 
-    def _forward(self, message: Tensor, count: int, ctx: Context) -> GradientExchange:
+    def _forward(self, message: Tensor, refusal: Refusal | None, count: int, ctx: Context) -> GradientExchange:
         """Return the forwarded sums of all owners, on all ranks."""
-        gathered = heed_refusals((yield AllGather(message)), ctx)
+        gathered = yield from gather_from_owners(message, refusal, ctx)
         places, sums, counts = self._code.decode_rows(
             gathered, count, _sharding(ctx).length, everyone(ctx.rank, ctx.size)
         )
@@ -368,12 +366,9 @@ class WholeOwner:
         if refusal is None and not sums.isfinite().all():
             refusal = Refusal(_not_finite(rows, ctx.rank), readable=True)
         message, arriving = encode_dense_rows(sums.unsqueeze(0), self.kind)
-        if refusal is not None:
-            refusal.replace(message[0])
-
         left = torch.where(_is_of_parameters(chunks, ctx), sums - arriving[0], 0)
         ctx.memory.on_commit(lambda: setattr(shard, "held", left))
-        gathered = heed_refusals((yield AllGather(message[0])), ctx)
+        gathered = yield from gather_from_owners(message[0], refusal, ctx)
         total = decode_dense_rows(gathered, chunks.length, self.kind, everyone(ctx.rank, ctx.size), ctx.checks)
         ctx.checks.look_at(total, total)
         return total.view(-1)[: ctx.numel].to(sums.dtype) / ctx.divisor

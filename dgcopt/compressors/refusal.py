@@ -8,7 +8,7 @@ byte.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -16,11 +16,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..collectives import everyone
+from ..collectives import AllGather, everyone
 from ..errors import PayloadError
 from .context import Context
 
-__all__ = ["REFUSED", "Refusal", "decode_or_refuse", "heed_refusals"]
+__all__ = ["REFUSED", "Refusal", "decode_or_refuse", "gather_from_owners"]
 
 log = logging.getLogger("dgcopt")
 
@@ -80,11 +80,15 @@ def find_damaged(messages: Tensor, decode: Callable[[Tensor, int], object], ctx:
     return ctx.rank
 
 
-def heed_refusals(messages: Tensor, ctx: Context) -> Tensor:
-    """Abort the step, on all ranks, if a row of owners' messages is a refusal; return the messages, refusals as zeros.
+def gather_from_owners(message: Tensor, refusal: Refusal | None, ctx: Context) -> Generator[AllGather, Tensor, Tensor]:
+    """Return the messages of all owners, refusals as zeros; if there is one, abort the step on all ranks.
 
-    Ends it as a step in which NaN or Inf has arrived or, if a message cannot be decoded, with PayloadError.
+    Ends it as a step in which NaN or Inf has arrived or, if a message cannot be decoded, with PayloadError. This
+    owner's message is overwritten if it refuses.
     """
+    if refusal is not None:
+        refusal.replace(message)
+    messages = yield AllGather(message)
     width = min(_NBYTES, messages.shape[1] // 2 * 2)
     words = messages[:, :width].clone(memory_format=torch.contiguous_format).cpu().view(torch.int16).tolist()
     ranks = everyone(ctx.rank, ctx.size)

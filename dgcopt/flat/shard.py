@@ -52,6 +52,10 @@ class Sharding:
 class Chunks(Sharding):
     """The same with one contiguous chunk per rank, for vectors that travel whole."""
 
+    def part(self, owner: int) -> slice:
+        """Return the span that a rank owns; empty if there are more ranks than blocks."""
+        return slice(min(owner * self.length, self.numel), min((owner + 1) * self.length, self.numel))
+
     def owners(self, positions: Tensor) -> Tensor:
         return positions // self.length
 
@@ -62,7 +66,8 @@ class Chunks(Sharding):
         return places + self.length * owner
 
     def within(self, span: slice, owner: int) -> Tensor:
-        start, stop = max(span.start, owner * self.length), min(span.stop, (owner + 1) * self.length)
+        part = self.part(owner)
+        start, stop = max(span.start, part.start), min(span.stop, part.stop)
         return torch.arange(start, max(start, stop), device="cpu")
 
 

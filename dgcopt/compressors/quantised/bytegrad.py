@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ...coding.minmax import MinMaxUInt8
-from ...collectives import AllGather, AllToAll, everyone
+from ...collectives import AllToAll, everyone
 from ...flat.memory import at_least_float32
 from ...kernels import Put, mix, put_minmax
 from ..base import Compressor, GradientExchange
 from ..context import Context
-from ..refusal import decode_or_refuse, heed_refusals
+from ..refusal import decode_or_refuse, gather_from_owners
 
 __all__ = ["ByteGrad"]
 
@@ -74,9 +74,7 @@ class ByteGrad(Compressor):
                     v[span] += error[place : place + span.stop - span.start]
             ctx.keep_residual(v)
 
-        if refusal is not None:
-            refusal.replace(message[0])
-        means = heed_refusals((yield AllGather(message[0])), ctx)
+        means = yield from gather_from_owners(message[0], refusal, ctx)
         put_chunks(*code.parts(means, ranks, ctx.checks), result, "set", ctx)
         return result
 

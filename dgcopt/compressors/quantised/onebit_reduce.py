@@ -11,11 +11,12 @@ from torch import Tensor
 from ...coding import Checks, read_checks
 from ...coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ...coding.values import packed_bytes
-from ...collectives import AllGather, AllToAll, everyone
+from ...collectives import AllToAll, everyone
+from ...flat.shard import Chunks
 from ...kernels import BLOCK, LARGEST, put_signs, split_sum, split_sum_of_signs, tensor_sums
 from ..base import Compressor, GradientExchange
 from ..context import Context
-from ..refusal import decode_or_refuse, heed_refusals
+from ..refusal import decode_or_refuse, gather_from_owners
 
 __all__ = ["OneBitReduce"]
 
@@ -42,7 +43,8 @@ class OneBitReduce(Compressor):
     conserves, mixes = True, True
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        own, place = part_of(ctx, ctx.rank), ctx.tensors.of_block
+        chunks, place = chunks_of(ctx), ctx.tensors.of_block
+        own, nbytes = chunks.part(ctx.rank), packed_bytes(chunks.length, 1)
         owned, (residual, v) = Owned.of(ctx, own), ctx.memory.residual()
         held, left = ctx.memory.advance("residual of the server")  # of the sum over ranks
         result = grad.to(v.dtype)  # may be overwritten
@@ -51,7 +53,7 @@ class OneBitReduce(Compressor):
         scales = mean_magnitudes(sums, place, ctx.tensors.numels)
         put_signs(signs, scales, scales, place, v, "subtract")
         ctx.keep_residual(v)
-        signs = filled_up(signs, ctx.size * packed_bytes(chunk_length(ctx), 1))
+        signs = filled_up(signs, ctx.size * nbytes)
         head = encode_scaled(scales, signs[:0]).expand(ctx.size, -1)
         arrived = yield AllToAll(torch.cat((head, signs.view(ctx.size, -1)), 1))
 
@@ -62,14 +64,11 @@ class OneBitReduce(Compressor):
         scales = mean_magnitudes(sums, owned.place, owned.numels * ctx.divisor)
         put_signs(signs, scales * ctx.divisor, scales * ctx.divisor, owned.place, u, "subtract")
         u[owned.gaps] = 0
-        signs = filled_up(signs, packed_bytes(chunk_length(ctx), 1))
+        signs = filled_up(signs, nbytes)
 
-        message = encode_scaled(scales, signs)
-        if refusal is not None:
-            refusal.replace(message)
-        means = heed_refusals((yield AllGather(message)), ctx)
+        means = yield from gather_from_owners(encode_scaled(scales, signs), refusal, ctx)
         for rank, message in zip(everyone(ctx.rank, ctx.size), means, strict=True):
-            part = part_of(ctx, rank)
+            part = chunks.part(rank)
             scales, signs = decode(message, ctx, rank, ctx.checks)
             gradient = ctx.mixture and ctx.mixture.within(part.start, part.stop).inverse
             by_tensor = (scales, scales, place[part.start // BLOCK : part.stop // BLOCK])
@@ -77,18 +76,12 @@ class OneBitReduce(Compressor):
         return result
 
     def payload_bytes(self, ctx: Context) -> int:
-        return (ctx.size + 1) * scaled_bytes(len(ctx.segments), packed_bytes(chunk_length(ctx), 1))
+        return (ctx.size + 1) * scaled_bytes(len(ctx.segments), packed_bytes(chunks_of(ctx).length, 1))
 
 
-def chunk_length(ctx: Context) -> int:
-    """Return the length of an N-th part of a bucket, in whole blocks."""
-    return -(-ctx.numel // (BLOCK * ctx.size)) * BLOCK
-
-
-def part_of(ctx: Context, rank: int) -> slice:
-    """Return the part that a rank serves; empty if there are more ranks than blocks."""
-    length = chunk_length(ctx)
-    return slice(min(rank * length, ctx.numel), min((rank + 1) * length, ctx.numel))
+def chunks_of(ctx: Context) -> Chunks:
+    """Return the parts that ranks serve."""
+    return Chunks(ctx.numel, ctx.size)
 
 
 @dataclass(frozen=True)
@@ -135,7 +128,7 @@ def mean_magnitudes(sums: Tensor, place: Tensor, numels: Tensor) -> Tensor:
 
 def decode(message: Tensor, ctx: Context, rank: int, checks: Checks) -> tuple[Tensor, Tensor]:
     """Return the scale of each tensor and the signs of one part."""
-    return decode_scaled(message, len(ctx.segments), packed_bytes(chunk_length(ctx), 1), rank, checks)
+    return decode_scaled(message, len(ctx.segments), packed_bytes(chunks_of(ctx).length, 1), rank, checks)
 
 
 def decode_rows(messages: Tensor, ctx: Context, ranks: Sequence[int]) -> list[tuple[Tensor, Tensor]]:

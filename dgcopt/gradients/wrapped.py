@@ -211,7 +211,8 @@ class Wrapped:
         of the commit that begins here.
         """
         travels, hidden = set(trained), HiddenGradients()
-        updated = [param for param in self.updated() if param in travels]
+        # an empty shard does not travel, but has a state like the other ranks' shards
+        updated = [param for param in self.updated() if param in travels or not param.numel()]
         held = [(param, param.detach().clone()) for param in updated if param.grad is not None]
         if sparse_as_dense and not isinstance(self.optimizer, torch.optim.SparseAdam):
             for param, _ in held:

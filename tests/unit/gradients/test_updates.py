@@ -422,3 +422,18 @@ def test_a_fused_step_of_a_transposed_parameter(compression) -> None:
 
     for ours, wanted in zip(trained(True), trained(False), strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_an_empty_parameter_has_a_state_like_the_others() -> None:
+    """An empty shard: `torch.distributed.checkpoint` looks for the state of all parameters on all ranks."""
+    comms = dgcopt.simulated_world(2)
+    models = [nn.ParameterList([torch.ones(3), torch.ones(0)]) for _ in comms]
+    optimizers = [
+        dgcopt.DistributedOptimizer(torch.optim.AdamW(m.parameters()), m.named_parameters(), dgcopt.TopK(0.5), comm=c)
+        for m, c in zip(models, comms, strict=True)
+    ]
+    for model in models:
+        sum(param.sum() for param in model).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert all(len(optimizer.state) == 2 for optimizer in optimizers)

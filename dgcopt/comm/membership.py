@@ -47,6 +47,7 @@ __all__ = [
     "join",
     "next_ask",
     "noticed_key",
+    "state_key",
     "trains_key",
 ]
 
@@ -221,6 +222,11 @@ def noticed_key(number: int, member: str) -> str:
 def trains_key(member: str) -> str:
     """Key under which a process tells its agent that it trains, "yes", or is late and has to join again, "no"."""
     return f"dgcopt/trains/{member}"
+
+
+def state_key(member: str) -> str:
+    """Key that exists once a process has the state of training, from the start or from a live rank."""
+    return f"dgcopt/state/{member}"
 
 
 def _epoch_key(number: int) -> str:

@@ -41,6 +41,7 @@ from .membership import (
     has_begun,
     join,
     next_ask,
+    state_key,
     trains_key,
 )
 from .tcp_store import PAUSE, TCPKeyValueStore
@@ -91,7 +92,9 @@ class SurvivingComm(GlooComm):
         self._handed = -1
         self._asked_in = -1  # the last epoch in which a process has asked to join, on rank 0
         if not drive(has_begun(), store):
-            self._begin_or_recover(drive(found(self._me, size, rules, time.monotonic), store))
+            first = drive(found(self._me, size, rules, time.monotonic), store)
+            store.set(state_key(me.member), "")
+            self._begin_or_recover(first)
 
     def give_state_by(self, transfer: Transfer) -> None:
         """Admit newcomers from now on; `transfer` sends them this rank's state."""
@@ -348,6 +351,7 @@ class SurvivingComm(GlooComm):
             assert self.epoch is not None
             try:
                 take(self._pair(self.epoch))
+                self._store.set(state_key(self._me.member), "")
                 self.commits, self._handed = self.epoch.commits, self.epoch.number
             except RuntimeError as error:
                 log.warning(

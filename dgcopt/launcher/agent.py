@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from ..comm.membership import MEMBER, STORE, gone_key, trains_key
+from ..comm.membership import MEMBER, STORE, gone_key, state_key, trains_key
 from ..errors import ConfigError
 
 __all__ = ["Agent", "Plan", "Process"]
@@ -180,13 +180,19 @@ class Agent:
         elif slot.tries >= TRIES:
             slot.code = code
             log.error("dgcopt: rank %s ended with %d, as %d starts in a row: not again", name, code, TRIES)
-        elif self.plan.machines == 1 and all(other.process is None for other in self._slots):
+        elif self.plan.machines == 1 and not any(self._may_train(other, trains) for other in self._slots):
             for other in self._slots:
                 other.code = code if other.code is None else other.code
             log.error("dgcopt: all ranks are lost, and their state with them. Start the job anew from a checkpoint")
         else:
             slot.due = time.monotonic() + self.plan.restart_after
             log.warning("dgcopt: rank %s ended with %d, and starts anew", name, code)
+
+    def _may_train(self, slot: _Slot, trained: bytes | None) -> bool:
+        """Return True for a rank that runs, unless others have `trained` and it waits for the state of one."""
+        if slot.process is None or trained is None or slot.starts == 0:
+            return slot.process is not None
+        return self._get(state_key(self._name(slot))) is not None
 
     def _name(self, slot: _Slot) -> str:
         return f"{self._number}.{slot.number}.{slot.starts}"
@@ -233,11 +239,11 @@ class Agent:
         for slot in self._slots:
             if slot.process is not None:
                 try:
-                    slot.code = slot.process.wait(max(0.0, end - time.monotonic()))
+                    code = slot.process.wait(max(0.0, end - time.monotonic()))
                 except subprocess.TimeoutExpired:
                     slot.process.kill()
-                    slot.code = slot.process.wait()
-                slot.process = None
+                    code = slot.process.wait()
+                slot.process, slot.code = None, code if slot.code is None else slot.code
 
     def _wait_for_machines(self) -> None:
         """Keep the store up until the ranks of all machines have ended, or all other agents are lost."""

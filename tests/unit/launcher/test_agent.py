@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dgcopt.comm.membership import MEMBER, trains_key
+from dgcopt.comm.membership import MEMBER, state_key, trains_key
 from dgcopt.errors import ConfigError
 from dgcopt.launcher.agent import Agent, Plan
 
@@ -69,16 +69,26 @@ class Rank:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "trains", "code"),
+    ("ranks", "keys", "code"),
     [
         ({"0.0.0": Rank(3, 0), "0.1.0": Rank(0, 1), "0.1.1": Rank(math.inf, 0)}, {}, 0),
-        ({"0.0.0": Rank(3, 0), "0.1.0": Rank(math.inf, 0)}, {"0.1.0": "no"}, 0),
-        ({"0.0.0": Rank(3, 0), "0.1.0": Rank(9, 7)}, {"0.1.0": "yes"}, 7),
+        ({"0.0.0": Rank(3, 0), "0.1.0": Rank(math.inf, 0)}, {trains_key("0.1.0"): "no"}, 0),
+        ({"0.0.0": Rank(3, 0), "0.1.0": Rank(9, 7)}, {trains_key("0.1.0"): "yes"}, 7),
+        (
+            {"0.0.0": Rank(0, 1), "0.0.1": Rank(9, 0), "0.1.0": Rank(3, 7), "0.1.1": Rank(math.inf, 0)},
+            {trains_key("0.1.0"): "yes", state_key("0.0.1"): ""},
+            0,
+        ),
+        (
+            {"0.0.0": Rank(0, 1), "0.0.1": Rank(math.inf, 0), "0.1.0": Rank(3, 7)},
+            {trains_key("0.1.0"): "yes"},
+            7,
+        ),
     ],
-    ids=["started anew", "late", "trains"],
+    ids=["started anew", "late", "trains", "has the state", "waits for the state"],
 )
 def test_a_rank_that_is_out_when_training_ends_is_ended(
-    ranks: dict[str, Rank], trains: dict[str, str], code: int
+    ranks: dict[str, Rank], keys: dict[str, str], code: int
 ) -> None:
     """Nobody is left to take it in: it waited until its deadline, and the job ended with "all ranks are lost"."""
 
@@ -87,8 +97,8 @@ def test_a_rank_that_is_out_when_training_ends_is_ended(
             return ranks[env[MEMBER]]
 
     agent = Watched(Plan(["rank"], 2))
-    for name, told in trains.items():
-        agent._store.set(trains_key(name), told)
+    for key, told in keys.items():
+        agent._store.set(key, told)
     assert agent.run() == code
     assert [*ranks.values()][-1].code == (code or -signal.SIGTERM)
 

@@ -20,15 +20,11 @@ from dgcopt.coding import (
     DENSE_CODES,
     VALUE_CODES,
     SparseCode,
-    decode_dense,
+    coded_bytes,
     decode_rice,
-    decode_values,
-    dense_bytes,
-    encode_dense,
     encode_rice,
-    encode_values,
+    encode_rows,
     rice_excess,
-    value_bytes,
 )
 
 COUNT, NUMEL = 25_557, 25_557_032  # 0.1% of ResNet-50
@@ -127,12 +123,11 @@ def error_table() -> None:
     def error(values: Tensor, arrived: Tensor) -> str:
         return f"{((values.double() - arrived.double()).square().sum() / values.double().square().sum()).item():.2g}"
 
-    for kind in VALUE_CODES:
-        errors = [error(v, decode_values(encode_values(v, kind), len(v), kind, rank=0)) for v in selected]
-        bits = 8 * value_bytes(COUNT, kind) / COUNT
-        assert kind in DENSE_CODES
-        whole = [error(v, decode_dense(encode_dense(v, kind), len(v), kind, rank=0)) for v in dense]
-        whole_bits = 8 * dense_bytes(54_120, kind) / 54_120
+    for kind, code in VALUE_CODES.items():
+        errors = [error(v, encode_rows(v.unsqueeze(0), code)[1][0]) for v in selected]
+        bits = 8 * coded_bytes(COUNT, code) / COUNT
+        whole = [error(v, encode_rows(v.unsqueeze(0), DENSE_CODES[kind])[1][0]) for v in dense]
+        whole_bits = 8 * coded_bytes(54_120, DENSE_CODES[kind]) / 54_120
         print(f"| {kind} | {bits:.2f} | {' | '.join(errors)} | {whole_bits:.2f} | {' | '.join(whole)} |")
 
 

@@ -210,8 +210,8 @@ PHASES: dict[str, list[tuple[Any, str]]] = {
     "preview": [(ErrorFeedback, "preview_block_maxima"), (ErrorFeedback, "preview_blocks")],
     "accumulate": [(ErrorFeedback, "accumulate"), (ErrorFeedback, "update_momentum"), (ErrorFeedback, "correct")],
     "select": [(Selection, "largest"), (Selection, "largest_of")],
-    "encode": [(SparseCode, "send"), (reduction, "encode_dense_rows")],
-    "decode": [(SparseCode, "receive"), (reduction, "decode_dense_rows")],
+    "encode": [(SparseCode, "send"), (reduction, "encode_rows")],
+    "decode": [(SparseCode, "receive"), (reduction, "decode_rows")],
     "commit": [(dgcopt.Context, "commit")],
     "write back": [(Dgcopt, "write_back")],
 }

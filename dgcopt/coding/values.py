@@ -7,7 +7,7 @@ Callers keep rounding errors. Bytes are little-endian; parts of several messages
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -44,18 +44,13 @@ __all__ = [
     "aligned",
     "check_scales",
     "code_of",
-    "decode_dense",
-    "decode_dense_rows",
-    "decode_values",
-    "dense_bytes",
-    "encode_dense",
-    "encode_dense_rows",
-    "encode_values",
+    "coded_bytes",
+    "decode_rows",
+    "encode_rows",
     "named",
     "packed_bytes",
     "read_as",
     "take_parts",
-    "value_bytes",
 ]
 
 VALUE_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -244,63 +239,25 @@ def code_of(kind: str, codes: Mapping[str, ValueCode]) -> ValueCode:
     return codes[kind]
 
 
-def value_bytes(count: int, kind: str) -> int:
-    """Return the bytes of `count` values in one of VALUE_CODES; monotonic in `count`."""
-    return sum(code_of(kind, VALUE_CODES).sizes(count))
+def coded_bytes(count: int, code: ValueCode) -> int:
+    """Return the bytes of a message of `count` values; monotonic in `count`."""
+    return sum(code.sizes(count))
 
 
-def encode_values(values: Tensor, kind: str) -> Tensor:
-    """Encode 1-D `values` of any floating dtype as uint8, in one of VALUE_CODES."""
-    return _encode(values.unsqueeze(0), code_of(kind, VALUE_CODES))[0][0]
-
-
-def decode_values(payload: Tensor, count: int, kind: str, rank: int) -> Tensor:
-    """Decode `encode_values`'s message from `rank`: bit-identical everywhere, float32 except for float codes.
-
-    Raises PayloadError for an invalid length or scale. Waits for the device if there are scales.
-    """
-    return _decode(payload.unsqueeze(0), count, code_of(kind, VALUE_CODES), [rank])[0]
-
-
-def dense_bytes(numel: int, kind: str) -> int:
-    """Return the bytes of `numel` elements in one of DENSE_CODES."""
-    return sum(code_of(kind, DENSE_CODES).sizes(numel))
-
-
-def encode_dense(flat: Tensor, kind: str) -> Tensor:
-    """Encode 1-D `flat` as `encode_values` does, in one of DENSE_CODES."""
-    return encode_dense_rows(flat.unsqueeze(0), kind)[0][0]
-
-
-def decode_dense(payload: Tensor, numel: int, kind: str, rank: int) -> Tensor:
-    """Decode `encode_dense`'s message as `decode_values` does."""
-    return decode_dense_rows(payload.unsqueeze(0), numel, kind, [rank])[0]
-
-
-def encode_dense_rows(rows: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def encode_rows(rows: Tensor, code: ValueCode) -> tuple[Tensor, Tensor]:
     """Encode each row of a matrix; return the messages and the decoded values, both as rows."""
-    return _encode(rows, code_of(kind, DENSE_CODES))
-
-
-def decode_dense_rows(
-    messages: Tensor, numel: int, kind: str, ranks: Sequence[int], checks: Checks | None = None
-) -> Tensor:
-    """Decode each row of messages from `ranks` into rows of `numel`.
-
-    Raises PayloadError for an invalid length; for an invalid scale, at once or when `checks` are read.
-    """
-    return _decode(messages, numel, code_of(kind, DENSE_CODES), ranks, checks)
-
-
-def _encode(rows: Tensor, code: ValueCode) -> tuple[Tensor, Tensor]:
     parts, arriving = code.encode(rows.reshape(-1), torch.full((len(rows),), rows.shape[1]))
     return torch.cat([part.view(len(rows), -1) for part in parts], 1), arriving.view(rows.shape)
 
 
-def _decode(
+def decode_rows(
     messages: Tensor, count: int, code: ValueCode, ranks: Sequence[int], checks: Checks | None = None
 ) -> Tensor:
-    expected = sum(code.sizes(count))
+    """Decode each row of messages from `ranks` into rows of `count`: bit-identical everywhere, float32 but for floats.
+
+    Raises PayloadError for an invalid length; for an invalid scale, at once or when `checks` are read.
+    """
+    expected = coded_bytes(count, code)
     if messages.dtype != torch.uint8 or messages.shape != (len(ranks), expected):
         raise PayloadError(
             f"the message from {named(ranks)} has {messages.numel()} bytes of values, but {count} take {expected} "
@@ -310,32 +267,27 @@ def _decode(
     return code.decode(take_parts(messages, code.sizes(counts)), counts, ranks, checks).view(len(ranks), count)
 
 
-def check_scales(scales: Tensor, rank: int, checks: Checks | None = None) -> None:
-    """Raise PayloadError unless scales from `rank` are numbers that values within +-LARGEST can have.
+def check_scales(scales: Tensor, checks: Checks | None, sender: Callable[[Tensor], int]) -> None:
+    """Raise PayloadError, at once or as `checks` are read, unless values within +-LARGEST can have these scales.
 
-    At once, or as `checks` are read.
+    `sender` returns the rank of the first scale that is wrong, given a mask of the right ones.
     """
-    expect(checks, _right(scales).all(), lambda: _wrong_scale(rank))
-
-
-def _wrong_scale(rank: int) -> str:
-    return f"the message from rank {rank} holds a scale that is negative, not finite or far too large"
+    right = (scales >= 0) & (scales <= 2 * LARGEST)
+    expect(
+        checks,
+        right.all(),
+        lambda: f"the message from rank {sender(right)} holds a scale that is negative, not finite or far too large",
+    )
 
 
 def _check_blocks(scales: Tensor, counts: Tensor, block: int, ranks: Sequence[int], checks: Checks | None) -> None:
     """Check the scales of all blocks in messages from `ranks`; see `check_scales`."""
-    right = _right(scales)
 
-    def problem() -> str:
+    def sender(right: Tensor) -> int:
         row, _ = by_row(-(-counts // block), scales.device)
-        first = int((~right).view(len(row), -1).any(1).nonzero()[0])
-        return _wrong_scale(ranks[int(row[first])])
+        return ranks[int(row[(~right).view(len(row), -1).any(1).nonzero()[0]])]
 
-    expect(checks, right.all(), problem)
-
-
-def _right(scales: Tensor) -> Tensor:
-    return (scales >= 0) & (scales <= 2 * LARGEST)
+    check_scales(scales, checks, sender)
 
 
 def _cuts(counts: Tensor, block: int, device: torch.device) -> Tensor | None:

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from ..coding import (
+    DENSE_CODES,
     SparseCode,
-    decode_dense_rows,
+    coded_bytes,
     decode_rice,
-    dense_bytes,
-    encode_dense_rows,
+    decode_rows,
     encode_rice,
+    encode_rows,
     rice_bytes,
     what_fits,
 )
+from ..coding.values import ValueCode
 from ..collectives import AllGather, AllReduce, AllToAll, everyone
 from ..errors import ConfigError, PayloadError
 from ..flat.gradient import SparseSum
@@ -115,7 +117,8 @@ def reduction(
 
 def whole_sum(way: Reduce, kind: str, ctx: Context) -> Reduction[Tensor]:
     """Return the reduction of vectors that a setting names, in one of DENSE_CODES; "partition" is "owner" here."""
-    ways: dict[str, Reduction[Tensor]] = {"gather": WholeGather(kind), "owner": WholeOwner(kind)}
+    code = DENSE_CODES[kind]
+    ways: dict[str, Reduction[Tensor]] = {"gather": WholeGather(code), "owner": WholeOwner(code)}
     return _faster(ways, ctx) if way == "auto" else ways["owner" if way == "partition" else way]
 
 
@@ -170,24 +173,24 @@ class WholeGather:
     """One allgather of all messages: received bytes and decoding grow with the number of ranks.
 
     Args:
-        kind: the code of elements, one of DENSE_CODES.
+        code: the code of elements.
     """
 
-    kind: str
+    code: ValueCode
 
     def exchange(self, values: Tensor, ctx: Context) -> GradientExchange:
-        message, arriving = encode_dense_rows(values.unsqueeze(0), self.kind)
+        message, arriving = encode_rows(values.unsqueeze(0), self.code)
         _forget(arriving.view(-1), ctx)
         messages = yield AllGather(message[0])
         total = torch.zeros(ctx.numel, dtype=at_least_float32(ctx.dtype), device=ctx.device)
-        rows = decode_dense_rows(messages, ctx.numel, self.kind, everyone(ctx.rank, ctx.size), ctx.checks)
+        rows = decode_rows(messages, ctx.numel, self.code, everyone(ctx.rank, ctx.size), ctx.checks)
         for row in rows:
             total += row.to(total.dtype) / ctx.divisor
         ctx.checks.look_at(total, rows)
         return total
 
     def nbytes(self, ctx: Context) -> int:
-        return dense_bytes(ctx.numel, self.kind)
+        return coded_bytes(ctx.numel, self.code)
 
     def seconds(self, ctx: Context) -> float:
         received = (ctx.size - 1) * self.nbytes(ctx)
@@ -343,42 +346,42 @@ class WholeOwner:
     The rounding error of the sums stays with their owner, apart from its own residual.
 
     Args:
-        kind: the code of elements, one of DENSE_CODES.
+        code: the code of elements.
     """
 
-    kind: str
+    code: ValueCode
 
     def exchange(self, values: Tensor, ctx: Context) -> GradientExchange:
         chunks = Chunks(ctx.numel, ctx.size)
         rows = values.new_zeros(ctx.size, chunks.length)
         rows.view(-1)[: ctx.numel] = values
-        messages, arriving = encode_dense_rows(rows, self.kind)
+        messages, arriving = encode_rows(rows, self.code)
         _forget(arriving.view(-1)[: ctx.numel], ctx)
         shard = ctx.memory.shard(SUMS, chunks, ctx.rank)
         received = yield AllToAll(messages)
 
         sums = shard.held.clone()
         rows, refusal = decode_or_refuse(
-            received, lambda rows, ranks: decode_dense_rows(rows, chunks.length, self.kind, ranks), ctx
+            received, lambda rows, ranks: decode_rows(rows, chunks.length, self.code, ranks), ctx
         )
         for row in rows:
             sums += row.to(sums.dtype)
         if refusal is None and not sums.isfinite().all():
             refusal = Refusal(_not_finite(rows, ctx.rank), readable=True)
-        message, arriving = encode_dense_rows(sums.unsqueeze(0), self.kind)
+        message, arriving = encode_rows(sums.unsqueeze(0), self.code)
         left = torch.where(_is_of_parameters(chunks, ctx), sums - arriving[0], 0)
         ctx.memory.on_commit(lambda: setattr(shard, "held", left))
         gathered = yield from gather_from_owners(message[0], refusal, ctx)
-        total = decode_dense_rows(gathered, chunks.length, self.kind, everyone(ctx.rank, ctx.size), ctx.checks)
+        total = decode_rows(gathered, chunks.length, self.code, everyone(ctx.rank, ctx.size), ctx.checks)
         ctx.checks.look_at(total, total)
         return total.view(-1)[: ctx.numel].to(sums.dtype) / ctx.divisor
 
     def nbytes(self, ctx: Context) -> int:
-        return (ctx.size + 1) * dense_bytes(Chunks(ctx.numel, ctx.size).length, self.kind)
+        return (ctx.size + 1) * coded_bytes(Chunks(ctx.numel, ctx.size).length, self.code)
 
     def seconds(self, ctx: Context) -> float:
         length = Chunks(ctx.numel, ctx.size).length
-        received = 2 * (ctx.size - 1) * dense_bytes(length, self.kind)
+        received = 2 * (ctx.size - 1) * coded_bytes(length, self.code)
         work = _READING_ELEMENT * 2 * ctx.size * length + _CODING
         return 2 * ctx.place.link.latency + received / ctx.place.link.bandwidth + work
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..coding import decode_values, encode_values
+from ..coding import VALUE_CODES, decode_rows, encode_rows
 from ..coding.minmax import MinMaxUInt8
 from ..coding.unbiased import Unbiased
 from ..errors import CommError, ConfigError
@@ -36,10 +36,10 @@ class Nearest:
     name: str
 
     def encode(self, row: Tensor, key: int) -> Tensor:
-        return encode_values(row, self.name)
+        return encode_rows(row.view(1, -1), VALUE_CODES[self.name])[0][0]
 
     def decode(self, message: Tensor, length: int, rank: int) -> Tensor:
-        return decode_values(message, length, self.name, rank).float()
+        return decode_rows(message.view(1, -1), length, VALUE_CODES[self.name], [rank])[0].float()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import dgcopt
 import dgcopt.hvd as hvd
 from dgcopt import DGCError
-from dgcopt.coding import DENSE_CODES, VALUE_CODES, SparseCode, decode_dense, decode_values, encode_dense, encode_values
+from dgcopt.coding import DENSE_CODES, VALUE_CODES, SparseCode, decode_rows, encode_rows
 from dgcopt.coding.minmax import MinMaxUInt8
 from dgcopt.coding.scaled import decode_scaled, encode_scaled
 from dgcopt.coding.trits import put_trits, trit_bytes
@@ -294,12 +294,9 @@ def test_every_code() -> None:
             else:
                 assert len(places) == len(theirs) <= count
                 assert not len(places) or (places[0] >= 0 and places[-1] < numel and bool((places.diff() > 0).all()))
-        for kind in VALUE_CODES:
-            message = arrives(encode_values(values, kind))
-            decoded(lambda m=message, k=kind, count=count: decode_values(m, count, k, 5), count)
-        for kind in DENSE_CODES:
-            message = arrives(encode_dense(values, kind))
-            decoded(lambda m=message, k=kind, count=count: decode_dense(m, count, k, 5), count)
+        for code in (*VALUE_CODES.values(), *DENSE_CODES.values()):
+            message = arrives(encode_rows(values.unsqueeze(0), code)[0][0])
+            decoded(lambda m=message, c=code, count=count: decode_rows(m.unsqueeze(0), count, c, [5])[0], count)
         minmax = MinMaxUInt8(count)
         message = arrives(minmax.encode(values.unsqueeze(0)))
         decoded(lambda m=message, code=minmax: code.decode(m, [5]), count)

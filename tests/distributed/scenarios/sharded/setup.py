@@ -26,14 +26,17 @@ Scenario = Callable[[Comm], Any]
 
 TOLERANCE = 1e-6
 
+NAMES = ("replicate", "shard")
 
-def mesh_of(comm: Comm, replicas: int) -> DeviceMesh:
-    return _meshes(replicas, comm.size // replicas)
+
+def mesh_of(comm: Comm, replicas: int, names: tuple[str, str] = NAMES) -> DeviceMesh:
+    """Return a mesh that scenarios share: Gloo's threads wake up a hundred times a second for each group of another."""
+    return _meshes(replicas, comm.size // replicas, names)
 
 
 @functools.cache
-def _meshes(replicas: int, shards: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+def _meshes(replicas: int, shards: int, names: tuple[str, str]) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=names)
 
 
 class Net(nn.Module):

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, AdamW
 
 import dgcopt
@@ -32,7 +31,7 @@ from dgcopt.gradients.synchronised import synchronised
 
 from ..persistence import shared_folder
 from ..training import refused
-from .setup import Wide, loss_of, memory_of, same_memory, sharded, whole, wrap
+from .setup import NAMES, Wide, loss_of, memory_of, mesh_of, same_memory, sharded, whole, wrap
 
 CASES: dict[str, tuple[dgcopt.Compressor, Callable[..., Any]]] = {
     "DGC and SGD": (DGC(0.2), functools.partial(SGD, lr=0.05, momentum=0.9)),
@@ -54,8 +53,6 @@ RULES: dict[str, Averaging] = {
 }
 """Averaging rules; after three steps all have weights apart, memory, or a round in flight."""
 
-NAMES = ("replicate", "shard")
-
 
 class Training:
     """A sharded model and its optimizer on a mesh of so many replicas; `case` is one of `CASES` or `RULES`."""
@@ -69,7 +66,7 @@ class Training:
         added: Literal["early", "late"] | None = None,
     ) -> None:
         self.comm = comm
-        mesh = init_device_mesh("cpu", (replicas, comm.size // replicas), mesh_dim_names=names)
+        mesh = mesh_of(comm, replicas, names)
         self.mesh = {name: mesh[own] for name, own in zip(NAMES, names, strict=True)}
         self.model = sharded(self.mesh["shard"], Wide())
         if case in RULES:

@@ -215,6 +215,10 @@ def test_the_command_prints_a_table_a_choice_and_a_figure(capsys: pytest.Capture
     assert set(predictions) == {"DDP fp32", "DDP bf16", "BF16()", "DGC.compact(warmup=None)"}
     assert predictions["DDP fp32"]["sent"] == pytest.approx(2 * 4 * 2_001_000 * 15 / 16)
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    measured = json.loads((tmp_path / "costs.json").read_text())
+    for one in (each for each in measured[spec] if "DGC" in each["name"]):
+        one["low"]["encode"] = one["high"]["encode"] = 10.0  # however busy the machine was with the others
+    (tmp_path / "costs.json").write_text(json.dumps(measured))
     costs = ["--costs", str(tmp_path / "costs.json")]
     assert advise(*words, "--link", "100gbit", *costs) == 0
     assert "does not pay" in capsys.readouterr().out.splitlines()[-1]

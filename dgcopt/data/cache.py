@@ -55,7 +55,7 @@ class CacheLoader:
             try:
                 value = decode(kept, self.pickle)
             except PayloadError as error:
-                self.store.warn(f"the cached value of {key!r} is damaged and is computed again: {error}")
+                self.store.warn(f"the cached value of {key!r} is damaged and is computed again: {error}", "damaged")
             else:
                 self.hits += 1
                 return value

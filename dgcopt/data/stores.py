@@ -28,14 +28,14 @@ GIGABYTE = 2**30
 
 
 class Store:
-    """A store of bytes by keys of bytes. `put` may keep nothing, and says why in the log, once.
+    """A store of bytes by keys of bytes. `put` may keep nothing, and says why in the log, once for each reason.
 
     Attributes:
         outlives: True if its content outlives this process.
     """
 
     outlives: bool = True
-    _said: bool = False
+    _said: frozenset[str] = frozenset()
 
     def get(self, key: bytes) -> bytes | None:
         """Return the stored value; None if there is none, or it was evicted."""
@@ -53,10 +53,10 @@ class Store:
         """Return the number of keys."""
         raise NotImplementedError
 
-    def warn(self, problem: str) -> None:
-        """Say it in the log, once."""
-        if not self._said:
-            self._said = True
+    def warn(self, problem: str, kind: str = "") -> None:
+        """Log a problem, once for each kind."""
+        if kind not in self._said:
+            self._said |= {kind}
             log.warning("dgcopt: %s", problem)
 
 
@@ -80,7 +80,9 @@ class MemoryStore(Store):
     def put(self, key: bytes, value: bytes) -> None:
         more = len(value) - len(self._values.get(key, b""))
         if self._bytes + more > self.capacity:
-            self.warn(f"the cache in memory is full ({len(self)} samples, {self._bytes} bytes): others are made anew")
+            self.warn(
+                f"the cache in memory is full ({len(self)} samples, {self._bytes} bytes): others are made anew", "full"
+            )
             return
         self._values[key] = value
         self._bytes += more
@@ -147,11 +149,12 @@ class DiskStore(Store):
         except ConfigError as error:
             if "full" in str(error.__cause__):
                 self.warn(
-                    f"the cache {self.file} is full (capacity {self.capacity} bytes): other samples are made anew"
+                    f"the cache {self.file} is full (capacity {self.capacity} bytes): other samples are made anew",
+                    "full",
                 )
             else:
                 self._opened, self._away_until = None, time.monotonic() + AWAY
-                self.warn(f"{error}. Its samples are made anew")
+                self.warn(f"{error}. Its samples are made anew", "failed")
             return []
 
     def _run(self, command: str, *values: bytes) -> list[Any]:
@@ -290,7 +293,10 @@ class RedisStore(Store):
         except self._failures as error:
             if isinstance(error, self._lost):
                 self._away_until[place] = time.monotonic() + AWAY
-            self.warn(f"the Redis server {_named(self.urls[place])} failed, its samples are made anew: {error}")
+            self.warn(
+                f"the Redis server {_named(self.urls[place])} failed, its samples are made anew: {error}",
+                f"{place} {type(error).__name__}",
+            )
             return None
 
 

@@ -152,13 +152,16 @@ def test_a_full_store_keeps_what_it_has(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_damaged_entries_are_computed_again(caplog: pytest.LogCaptureFixture) -> None:
-    loader = CacheLoader("memory")
+    loader = CacheLoader("memory", capacity=1000)
     loader.get("key", lambda key: 1)
     values = vars(loader.store)["_values"]
     (place,) = values
     values[place] = pickle.dumps(os.abort)
     assert loader.get("key", lambda key: 2) == 2 and "computed again" in caplog.text
     assert loader.get("key", lambda key: 3) == 2
+    for key in range(2):
+        loader.get(key, lambda key: bytes(1000))
+    assert caplog.text.count("is full") == 1, "each kind of problem is told once"
 
 
 def test_pickles_of_others_are_not_loaded() -> None:

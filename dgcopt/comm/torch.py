@@ -86,12 +86,13 @@ class Works(Handle):
 
     def wait(self, seconds: float) -> None:
         """Wait for the library, once: waiting for one of Gloo's receives again fails."""
-        on_cpu = self.output.is_cpu
+        on_cpu, end = self.output.is_cpu, time.monotonic() + seconds
         while self.works:
             work = self.works.pop()
+            left = timedelta(seconds=max(end - time.monotonic(), 0.001))  # Gloo takes 0 for no limit
             try:
                 # on NCCL this only orders the streams: the host continues, and the process group's own deadline holds
-                work.wait(*[timedelta(seconds=seconds)] if on_cpu else [])
+                work.wait(*[left] if on_cpu else [])
             except RuntimeError:
                 _GIVEN_UP[:] = [one for one in (*_GIVEN_UP, work) if not one.is_completed()]  # each holds its tensors
                 raise

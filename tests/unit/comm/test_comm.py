@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter, SendRecv, reduce_rows
 from dgcopt.comm import LocalComm, launch
 from dgcopt.comm.launch import _detect, slurm_meeting_place
+from dgcopt.comm.torch import Works
 from dgcopt.errors import CommError, ConfigError, TimeoutExceeded
 from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import Ranks
@@ -425,3 +427,16 @@ def test_ranks_that_machines_share_out_in_any_order():
     ranks = [Machines(rank) for rank in range(4)]
     assert [rank.local_rank for rank in ranks] == [0, 0, 1, 1]
     assert [rank.cross_rank for rank in ranks] == [0, 1, 0, 1], "in the order of ranks, not of machines"
+
+
+def test_works_of_one_collective_share_its_deadline():
+    limits = []
+
+    class Late:
+        def wait(self, limit):
+            limits.append(limit.total_seconds())
+            time.sleep(0.02)
+
+    Works(Barrier(), [Late() for _ in range(3)], torch.zeros(1), 1, False).wait(0.03)
+    assert limits[0] <= 0.03 and limits[1] <= limits[0] - 0.02
+    assert limits[2] == 0.001, "Gloo takes 0 for no limit"

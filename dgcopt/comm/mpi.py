@@ -89,8 +89,8 @@ class MPIComm(Comm):
         self._find_nodes()
         for group in ("node", "across"):
             members = self.ranks(group)
-            split = world.Split(color=members[0], key=self.rank)
-            self._communicators.setdefault(members, split)
+            if members not in self._communicators:  # on all ranks alike, as each takes part in the split
+                self._communicators[members] = world.Split(color=members[0], key=self.rank)
         if sys.excepthook is sys.__excepthook__:
             sys.excepthook = self._abort_on_exception
 
@@ -146,6 +146,12 @@ class MPIComm(Comm):
         comm = MPIComm(part, self.deadline)
         part.Free()  # the comm has its own duplicates
         return comm
+
+    def close(self) -> None:
+        super().close()
+        if not self._in_flight and not self._mpi.Is_finalized():  # requests of a collective may need its communicator
+            for communicator in filter(None, self._communicators.values()):  # a freed one is false
+                communicator.Free()
 
     def abort(self, code: int = 1) -> NoReturn:
         """End the whole job: leaving Python alone would wait in MPI_Finalize for ranks that wait for this one."""

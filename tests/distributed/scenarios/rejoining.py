@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -36,8 +37,8 @@ def _is_closed(comm: Comm) -> None:
     comm.supports(ReduceScatter(rows.to("meta")))  # any other device than the CPU
 
 
-def _steady(count: Callable[[], tuple[int, int]], most: tuple[int, int]) -> bool:
-    """Return True once no more files and threads are open than `most`: some end a moment after the group."""
+def _steady(count: Callable[[], tuple[int, ...]], most: tuple[int, ...]) -> bool:
+    """Return True once no more is open than `most`: some files and threads end a moment after the group."""
     end = time.monotonic() + 5
     while any(now > then for now, then in zip(count(), most, strict=True)):
         if time.monotonic() > end:
@@ -46,14 +47,21 @@ def _steady(count: Callable[[], tuple[int, int]], most: tuple[int, int]) -> bool
     return True
 
 
-def _open() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+def _open() -> tuple[int, ...]:
+    """Return the numbers of files, threads and MPI communicators, which take the lowest free place."""
+    communicators = 0
+    if "mpi4py.MPI" in sys.modules:
+        probes = [sys.modules["mpi4py.MPI"].COMM_SELF.Dup() for _ in range(8)]  # the first fill gaps
+        communicators = probes[-1].py2f()
+        for probe in probes:
+            probe.Free()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), communicators
 
 
 def ranks_leave_and_join_again(comm: Comm) -> None:
     """Four of them on two machines, so that the groups of a hierarchy are made again too."""
     wire, deadline, size = comm.wire, comm.deadline, comm.size
-    before = (0, 0)
+    before: tuple[int, ...] = ()
     for turn in range(5):
         earlier = dgcopt.init()
         dgcopt.shutdown()
@@ -66,12 +74,12 @@ def ranks_leave_and_join_again(comm: Comm) -> None:
         if turn == 1:
             before = _open()
             again.run(Barrier())  # connections to a rank that has left are closed here too
-    assert _steady(_open, before), f"files and threads: {before} after two joins, {_open()} after five"
+    assert _steady(_open, before), f"files, threads and communicators: {before} after two joins, {_open()} after five"
 
 
 def process_sets_come_and_go(comm: Comm) -> None:
     hvd.init()
-    before = (0, 0)
+    before: tuple[int, ...] = ()
     for turn in range(5):
         made = hvd.add_process_set(range(comm.size))
         assert hvd.allreduce(torch.ones(3), op=hvd.Sum, process_set=made).tolist() == [comm.size] * 3
@@ -79,7 +87,7 @@ def process_sets_come_and_go(comm: Comm) -> None:
         assert hvd.remove_process_set(made)
         if turn == 1:
             before = _open()
-    assert _steady(_open, before), f"files and threads: {before} after two sets, {_open()} after five"
+    assert _steady(_open, before), f"files, threads and communicators: {before} after two sets, {_open()} after five"
     assert threading.active_count() < 20
 
 

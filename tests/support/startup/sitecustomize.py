@@ -2,8 +2,8 @@
 
 torch loads its compiler with the first optimizer, for more than a second of each process; what only the compiler and
 tensors without data ask for with itself, for a third of the time that it takes; and tensors on a mesh for the first
-comparison, for another second. DGCOPT_TEST_COMPILER=1 lets it, where something compiles, or asks for the compiler's
-settings as DistributedDataParallel does.
+comparison, for another second. DGCOPT_TEST_COMPILER=1 lets it, but for torchrun itself, where something compiles, or
+asks for the compiler's settings as DistributedDataParallel does.
 """
 
 import faulthandler
@@ -58,7 +58,7 @@ class SymbolicShapes(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
-if not os.environ.get("DGCOPT_TEST_COMPILER"):
+if not os.environ.get("DGCOPT_TEST_COMPILER") or any("torchrun" in word for word in sys.orig_argv[:2]):
     sys.modules["torch.fx.experimental.symbolic_shapes"] = SymbolicShapes("torch.fx.experimental.symbolic_shapes")
     sys.modules["torch._dynamo"] = SimpleNamespace(  # type: ignore[assignment]
         disable=lambda function, *_, **__: function,

@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from operator import index
 from types import MethodType
@@ -36,8 +36,8 @@ from ..collectives import (
 from ..errors import CommError, ConfigError, DGCError, MismatchError
 from ..errors.checks import is_rank
 from .checksum import checked
+from .failures import Failures
 from .handles import Finished, Handle
-from .nodes import Nodes
 
 __all__ = ["DEADLINE", "Channel", "Comm", "LocalComm", "RankSet", "lowered"]
 
@@ -56,7 +56,7 @@ class RankSet(Protocol):
     ranks: Iterable[int] | None
 
 
-class Comm(Nodes):
+class Comm(Failures, ABC):
     """One rank's end of a wire.
 
     Collectives of one group must be started in the same order on all its ranks; those of the groups "control" and

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
 from ..collectives import Collective, Group
 from ..errors import CommError, DGCError, TimeoutExceeded
+from .nodes import Nodes
 
 __all__ = ["Failures"]
 
 
-class Failures(ABC):
+class Failures(Nodes):
     """The part of a `Comm` that converts failures of its library to exceptions."""
 
     wire: ClassVar[str]
-    rank: int
-
-    @abstractmethod
-    def ranks(self, group: Group = "world") -> tuple[int, ...]:
-        """Return the ranks of one of this rank's groups, ascending."""
 
     def _late(self, collective: Collective, limit: float) -> CommError:
         me = self._rank_in(collective.group)
-        others = [r for r in self.ranks(collective.group) if r != me]
+        others = [r for r in self._ranks[collective.group] if r != me]
         words = collective.describe()
         # ranks of a replica have other numbers than the ranks of this comm, and only the latter can be asked
         waiting = None if collective.group == "replica" else self._waiting(words)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..collectives import Group
-from .failures import Failures
 
 __all__ = ["Nodes"]
 
 
-class Nodes(Failures):
+class Nodes:
     """The part of a `Comm` that numbers its ranks, and groups them by machine.
 
     Attributes:

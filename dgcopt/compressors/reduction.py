@@ -22,7 +22,7 @@ from ..coding import (
     rice_bytes,
     what_fits,
 )
-from ..coding.values import ValueCode
+from ..coding.values import ValueCode, code_of
 from ..collectives import AllGather, AllReduce, AllToAll, everyone
 from ..errors import ConfigError, PayloadError
 from ..flat.gradient import SparseSum
@@ -117,7 +117,7 @@ def reduction(
 
 def whole_sum(way: Reduce, kind: str, ctx: Context) -> Reduction[Tensor]:
     """Return the reduction of vectors that a setting names, in one of DENSE_CODES; "partition" is "owner" here."""
-    code = DENSE_CODES[kind]
+    code = code_of(kind, DENSE_CODES)
     ways: dict[str, Reduction[Tensor]] = {"gather": WholeGather(code), "owner": WholeOwner(code)}
     return _faster(ways, ctx) if way == "auto" else ways["owner" if way == "partition" else way]
 

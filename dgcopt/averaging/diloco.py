@@ -171,7 +171,7 @@ class DiLoCo(Averaging):
     def identical(self, step: int) -> bool:
         return self.due(step) and self.fragments == 1 and self.alpha == 0 and self.unsent == "apart"
 
-    def check_losses(self) -> None:
+    def check_survives(self) -> None:
         refuse_with_losses(self, delay=0, warmup_steps=0)
         if self.quorum is not None:
             refuse_with_losses(self, fragments=1)
@@ -271,7 +271,7 @@ class OuterSync(Sync):
             else:
                 named = [(self.round.names[param], self.anchors[param]) for param in params]
                 DistributedOptimizer(outer, named, self._compression, comm=comm)
-            steps_of(outer).leave_losses()
+            steps_of(outer).leave_lost_ranks_to_caller()
             if (engine := steps_of(outer).engine) is not None:
                 engine.gradients.inspect_sums()  # outer steps are rare, and NaN would stay in the anchors
 
@@ -479,7 +479,7 @@ class OuterStep(RoundStep):
     def votes(self) -> bool:
         return self.round.joining
 
-    def has_moved(self) -> bool:
+    def has_progress(self) -> bool:
         return self.round.last_own_step > self.round.local_step - self.sync.rule.every
 
     def complete(self, verdict: Verdict | None = None) -> Job:

@@ -69,7 +69,7 @@ class LocalSGD(Averaging):
                 raise ConfigError(f'state_every must name states by strings, such as "exp_avg", not by {name!r}')
             check_whole(steps, f"state_every[{name!r}]", 1)
 
-    def check_losses(self) -> None:
+    def check_survives(self) -> None:
         refuse_with_losses(self, node_every=None, overlap=False, warmup_steps=0)
 
     def due(self, step: int) -> bool:

@@ -55,7 +55,7 @@ class Rule:
     def check(self, comm: Comm, names: Sequence[str]) -> None:
         """Raise ConfigError if the algorithm does not support these ranks or parameter names."""
 
-    def check_losses(self) -> None:
+    def check_survives(self) -> None:
         """Raise ConfigError unless training can go on after ranks are lost, with these settings."""
         raise ConfigError(
             f"{type(self).__name__} cannot go on after ranks are lost. Leave out dgcopt.init(survive=True), or average "

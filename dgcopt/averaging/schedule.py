@@ -25,7 +25,7 @@ from ..exchange.buffers import Buffers
 from ..exchange.commit import CommitMarker
 from ..exchange.divergence import replicas
 from ..exchange.held import held
-from ..exchange.losses import repeat_after_losses
+from ..exchange.lost_ranks import repeat_after_lost_ranks
 from ..exchange.participation import Participation
 from ..exchange.runner import Job, Runner
 from ..exchange.telemetry import Telemetry
@@ -75,7 +75,7 @@ class Schedule(Round):
         self.commit = CommitMarker()
         comm = current_comm(comm)
         if comm.survives:
-            rule.check_losses()
+            rule.check_survives()
         steps = synchronised(optimizer)
         is_same = steps is not None and (steps.comm is comm or steps.comm.joins_replicas)  # of the same shards
         if not rule.warmup_steps and comm.size > 1 and is_same:
@@ -132,8 +132,8 @@ class Schedule(Round):
     def _share_buffers(self, step: int) -> Job:
         """Synchronise the model's buffers, if rounds do."""
         if self.buffers is not None:
-            has_moved = self.replica.steps_since_sync > 0 or not self.joining
-            yield from self.runner.scheduler.through(self.buffers.exchange(self.comm, step, has_moved))
+            has_progress = self.replica.steps_since_sync > 0 or not self.joining
+            yield from self.runner.scheduler.through(self.buffers.exchange(self.comm, step, has_progress))
 
     # -- the optimizer's step ----------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Schedule(Round):
         """Take part in the round that is due, again after a loss; a rank that is late joins the others after it."""
         count_lost = self.runner.scheduler.telemetry.count_lost
         try:
-            repeat_after_losses(self._take_part, self.comm, self._follow, count_lost)
+            repeat_after_lost_ranks(self._take_part, self.comm, self._follow, count_lost)
         except VotedOut as error:
             if self.rule.quorum is None:
                 raise

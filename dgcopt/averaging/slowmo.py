@@ -233,8 +233,8 @@ class SlowMo(Averaging):
     def check(self, comm: Comm, names: Sequence[str]) -> None:
         self.base.check(comm, names)
 
-    def check_losses(self) -> None:
-        self.base.check_losses()
+    def check_survives(self) -> None:
+        self.base.check_survives()
         refuse_with_losses(self, sharded=False, exact=True, warmup_steps=0)
 
     def before_step(self, x: Tensor, ctx: Weights) -> None:

@@ -181,7 +181,7 @@ class RoundStep(Step):
         """Return True if all weights of this rank are finite."""
         return all(is_finite(param.detach()) for param in self.round.names)
 
-    def has_moved(self) -> bool:
+    def has_progress(self) -> bool:
         """Return True if this rank has made a local step that no round has spread to all ranks."""
         return self.round.replica.steps_since_sync > 0
 
@@ -192,7 +192,7 @@ class RoundStep(Step):
     def ballot(self, final: bool) -> Ballot:
         trained = checksum(self.describe().lines)
         launched, here = len(self.exchanges), self.participation.here
-        return Ballot(self.has_moved(), self.is_finite(), self.round.local_step, trained, launched, here=here)
+        return Ballot(self.has_progress(), self.is_finite(), self.round.local_step, trained, launched, here=here)
 
     def describe(self) -> Description:
         remedy = (
@@ -205,7 +205,7 @@ class RoundStep(Step):
 
     def adapt(self, verdict: Verdict) -> Job:
         """Set the weight of this rank in means: those without progress count only if averages divide by all ranks."""
-        counts = self.has_moved() or not self.participation.divides
+        counts = self.has_progress() or not self.participation.divides
         self.round.replica.set_weight(self.participation.share if counts else 0.0)
         yield from ()
 

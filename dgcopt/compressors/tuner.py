@@ -19,12 +19,12 @@ class Change:
 
     Attributes:
         apply: puts it in place.
-        moves: True if unsent memory can be sent by the other compressor as it is. False sends all of it in one more
+        keeps_residual: True if the other compressor can send unsent memory as it is. False sends all of it in one more
             step, whole, before the change.
     """
 
     apply: Callable[[], None]
-    moves: bool
+    keeps_residual: bool
 
 
 class Tuner(Protocol):

@@ -27,7 +27,7 @@ def agree_with_scaler(steps: Stepping) -> bool:
     engine = steps.engine
     if engine is None or steps.mode is Mode.LOCAL:  # between averages of weights there is nothing to agree on
         return is_averaged
-    engine.gradients.hold()
+    engine.gradients.wait_for_vote()
     # gradients of `no_sync` passes, and those set by hand, are averaged by the step without having arrived before
     is_due = steps.mode in (Mode.EXCHANGE, Mode.ADD_UP) and any(param.grad is not None for param in steps.names)
     if is_due and steps.grads is Grads.VOID and not steps.saw_backward:

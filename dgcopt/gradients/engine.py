@@ -25,7 +25,7 @@ from ..flat.gradient import GradientBucket
 from .gradient_step import GradientStep
 from .layout import Layout
 from .settings import Settings
-from .tracker import MOVES
+from .tracker import WEIGHT_CHANGES
 from .wrapped import Wrapped
 
 __all__ = ["Engine"]
@@ -117,10 +117,10 @@ class Engine:
         if not tracker.additions:
             self.moved_on = False
             gradients.start()
-        moves = tracker.moves
+        before = tracker.weight_changes
         is_last = tracker.arrived(param, announced)
-        if tracker.moves == MOVES > moves:
-            self._warn_of_moves()
+        if tracker.weight_changes == WEIGHT_CHANGES > before:
+            self._warn_of_weight_changes()
         if self._tuner is not None and self._tuner.watching:
             self._tuner.arrived(param)
         if announced > 1 and tracker.passes[param] > announced:
@@ -142,7 +142,7 @@ class Engine:
             self.abort()
             raise
 
-    def _warn_of_moves(self) -> None:
+    def _warn_of_weight_changes(self) -> None:
         last = self.turns.last
         if last not in (None, self.gradients) and not self.names.keys().isdisjoint(last.names):
             return  # another wrapped optimizer trains these parameters now

@@ -140,16 +140,16 @@ class GradientStep(Step):
         self.tracker.clear_passes()
         self.outgoing.layout.release_gradients()
 
-    def hold(self) -> None:
+    def wait_for_vote(self) -> None:
         """Launch nothing before the vote from now on, because gradients are scaled until then."""
         self.early.stop()
         if self.outgoing.launched:
             self.outgoing.mark_stale()  # scaling gradients back does not count as a change
 
-    def hold_if_unscaled(self) -> None:
+    def wait_for_vote_if_unscaled(self) -> None:
         """Launch again what left before a GradScaler scaled gradients back, and nothing before the vote from now on."""
         if self.outgoing.launched and self.tracker.is_rescaled():
-            self.hold()
+            self.wait_for_vote()
 
     def end_exchanges(self) -> None:
         """Return the momentum taken over by the compressor to the optimizer: no exchange follows."""
@@ -168,16 +168,16 @@ class GradientStep(Step):
 
         The optimizer has yet to take the step that was committed, with the compressor of that step.
         """
-        self._change, self._is_due = change, change.moves
+        self._change, self._is_due = change, change.keeps_residual
 
     def _make_change(self) -> Job:
         """Replace the compressor before a new layout of buckets, which adopts the unsent memory."""
         change, order = self._change, self.outgoing.layout.order
         assert change is not None
         self.replace_layout(order)
-        if not change.moves:
+        if not change.keeps_residual:
             yield from self._return_momentum()
-        self.store.drop_all_but_unsent(() if not change.moves else ("momentum",))
+        self.store.drop_all_but_unsent(() if not change.keeps_residual else ("momentum",))
         change.apply()
         self._change, self._is_due = None, False
 
@@ -364,14 +364,14 @@ class GradientStep(Step):
         return self.outgoing.finished(used)
 
     def flush(self, used: list[bool] | None) -> Job | None:
-        flushes = self._flushes or (self._change is not None and not self._change.moves)
+        flushes = self._flushes or (self._change is not None and not self._change.keeps_residual)
         return self.outgoing.flush(used) if flushes else None
 
     def committed(self, finished: Sequence[FinishedExchange]) -> None:
         self.scheduler.count_step(sum(each.numel for each in finished))
         self.outgoing.count_step()
         self._is_due = self._change is not None  # this step has flushed the residuals
-        self.wrapped.averaged(False)
+        self.wrapped.committed()
 
     def rollback(self) -> None:
         self.outgoing.rollback()
@@ -390,7 +390,7 @@ class GradientStep(Step):
                 *(self.comm.rank, self.outgoing.step, ", ".join(map(str, why.arrived))),
             )
         self.outgoing.layout.release_gradients()
-        self.wrapped.averaged(True)
+        self.wrapped.aborted()
 
     def ended(self) -> None:
         self.wrapped.release_state()

@@ -95,8 +95,10 @@ class Stepping:
         self.compressor = compressor
         self.names = names
         self._bare_step = bare_step(optimizer)
-        told = (self._averaged, self._failed, self.follow_groups)
-        self.wrapped = Wrapped(optimizer, names, compressor, self.own_step, self._step_without_data, *told)
+        on_end = (self._committed, self.skip, self._failed)
+        self.wrapped = Wrapped(
+            optimizer, names, compressor, self.own_step, self._step_without_data, *on_end, self.follow_groups
+        )
         self.engine: Engine | None = None
         self.mode = Mode.EXCHANGE
         self._watched: set[Tensor] = set()
@@ -185,7 +187,7 @@ class Stepping:
         before the next backward pass, it does nothing.
         """
         if self.engine is not None:
-            self.engine.gradients.hold_if_unscaled()
+            self.engine.gradients.wait_for_vote_if_unscaled()
         if self._average():
             self._averages = Snapshot(param.grad for param in self.names)
 
@@ -202,13 +204,10 @@ class Stepping:
         self.exchange(Engine.synchronize)
         return not self.engine.gradients.void
 
-    def _averaged(self, is_void: bool) -> None:
-        """Note a commit or an abort, at its very moment, so that no exception comes between."""
-        if is_void:
-            self.skip()
-        else:
-            self.grads = Grads.AVERAGED
-            self.wrapped.count_exchanged()
+    def _committed(self) -> None:
+        """Note a commit, at its very moment, so that no exception comes between."""
+        self.grads = Grads.AVERAGED
+        self.wrapped.count_exchanged()
 
     def skip(self) -> None:
         """Skip the step. Its gradients are this rank's own, and no later step may use them unaveraged."""

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..exchange.agreement import compare
 from ..exchange.held import held
 from ..exchange.late_warning import LateWarning
-from ..exchange.losses import Buddy, repeat_after_losses
+from ..exchange.lost_ranks import Buddy, repeat_after_lost_ranks
 from ..exchange.parameters import check_trainable, names_of_new, number
 from ..exchange.untraced import untraced
 from ..flat.local_shard import LocalShard, local_shards
@@ -182,9 +182,9 @@ class Synchronised(Stepping):
         if self._is_part_of_round:
             self._follow()
             return attempt()
-        return repeat_after_losses(attempt, self.comm, self._follow, self._count_lost, self._admit)
+        return repeat_after_lost_ranks(attempt, self.comm, self._follow, self._count_lost, self._admit)
 
-    def leave_losses(self) -> None:
+    def leave_lost_ranks_to_caller(self) -> None:
         """Let an exchange fail if a rank is lost: its caller repeats the larger step that it is part of."""
         self._is_part_of_round = True
 

@@ -31,7 +31,7 @@ Other devices copy a whole bucket at once, as each call is a launch. Copying Res
 more of a step's CPU time.
 """
 
-MOVES = 3
+WEIGHT_CHANGES = 3
 """Changes of weights without a step that are no accident."""
 
 LONGEST_PAUSE = 1024
@@ -101,14 +101,14 @@ class GradientTracker:
         additions: number of additions to the gradient of each parameter, in the order of the first additions.
         passes: number of backward passes that added to it, if `backward_passes_per_step` is more than 1.
         uncounted: parameters whose gradients got additions from passes that do not count (`no_sync`).
-        moves: number of changes of weights between backward passes.
+        weight_changes: number of changes of weights between backward passes.
     """
 
     def __init__(self) -> None:
         self.additions: dict[Tensor, int] = {}
         self.passes: dict[Tensor, int] = {}
         self.uncounted: set[Tensor] = set()
-        self.moves = 0
+        self.weight_changes = 0
         self._weights: tuple[Tensor, int] | None = None
         self._seen_in: dict[Tensor, int] = {}
         self._pass = 0
@@ -123,7 +123,7 @@ class GradientTracker:
         """Count an addition; return True for the last one of the step."""
         if self._watched is None or param is self._watched[0]:
             self._watch(param)
-            self._count_move(param)
+            self._count_weight_change(param)
         additions = self.additions[param] = self.additions.get(param, 0) + 1
         if announced == additions == 1 and not self._usual:
             return True
@@ -145,13 +145,13 @@ class GradientTracker:
         grad = param.grad
         self._watched = param, grad, 0 if grad is None else grad._version
 
-    def _count_move(self, param: Tensor) -> None:
+    def _count_weight_change(self, param: Tensor) -> None:
         """Count a change of weights since the last backward pass; the parameter that is watched stands for all."""
         if self._weights is None:
             self._weights = param, param._version
         elif self._weights[0] is param and self._weights[1] != param._version:
             self._weights = param, param._version
-            self.moves += 1
+            self.weight_changes += 1
 
     @property
     def touch(self) -> Touch:
@@ -296,7 +296,7 @@ class GradientTracker:
         """Begin the next step."""
         self.release()
         self.clear_passes()
-        self.moves, self._weights = 0, None
+        self.weight_changes, self._weights = 0, None
 
     def clear_passes(self) -> None:
         """Clear the record of all backward passes since the last step."""

@@ -40,8 +40,9 @@ class Wrapped:
         compressor: how gradients travel.
         own_step: the optimizer's own step, without any exchange or hook.
         step_without_data: takes the step of a rank that has run out of data.
-        averaged: told that gradients are averaged; or, if given True, that no rank takes the step.
-        failed: told that an exchange has failed.
+        committed: called at the commit of an exchange: gradients are averaged.
+        aborted: called at the abort of an exchange: no rank takes the step.
+        failed: called after an exchange has failed.
         follow_groups: adds parameters to `names` that were put into the optimizer's groups by hand.
 
     Attributes:
@@ -57,7 +58,8 @@ class Wrapped:
         compressor: Compressor,
         own_step: Callable[[], Any],
         step_without_data: Callable[[], None],
-        averaged: Callable[[bool], None],
+        committed: Callable[[], None],
+        aborted: Callable[[], None],
         failed: Callable[[], None],
         follow_groups: Callable[[], None],
     ) -> None:
@@ -66,7 +68,8 @@ class Wrapped:
         self.compressor = compressor
         self.own_step = own_step
         self.step_without_data = step_without_data
-        self.averaged = averaged
+        self.committed = committed
+        self.aborted = aborted
         self.failed = failed
         self.follow_groups = follow_groups
         self.is_sgd = bare_class(optimizer) is SGD

@@ -63,7 +63,7 @@ class Part:
 
 @dataclass(eq=False)
 class PartGradients:
-    """Gradients of one exchange, in DDP's `buffer`, and `tells`, the largest magnitude of each.
+    """Gradients of one exchange, in DDP's `buffer`, and `magnitudes`, the largest magnitude of each.
 
     Sparse gradients have no `part`.
     """
@@ -71,7 +71,7 @@ class PartGradients:
     part: Part | None
     buffer: Tensor
     grads: list[Tensor]
-    tells: Tensor
+    magnitudes: Tensor
 
     def prepare(
         self, result: Tensor | SparseSum, local: LocalGradient | None, used: Sequence[bool], scale: float

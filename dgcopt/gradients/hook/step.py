@@ -131,7 +131,7 @@ class HookStep(Step):
             settings.compressor.see_parameters(memory.names)
         memory.check_adopted()
         self.comm.finish_on_device()
-        magnitudes = [number for pending in self._exchanges for number in pending.of.tells.tolist()]
+        magnitudes = [number for pending in self._exchanges for number in pending.of.magnitudes.tolist()]
         self._used = [magnitude != 0 for magnitude in magnitudes]
         self._served = served = ddp_module_without_data(memory.names)
         return Ballot(

@@ -163,7 +163,7 @@ class Absorbed:
         for actor in actors:
             actor.comm.wait = functools.partial(refusing, actor.comm.wait)  # type: ignore[method-assign]
             actor.backward(self._step)
-            synchronised(actor.optimizer).engine.gradients.hold()
+            synchronised(actor.optimizer).engine.gradients.wait_for_vote()
         for actor in actors:
             with contextlib.suppress(dgcopt.DGCError):
                 actor.step(self._step)

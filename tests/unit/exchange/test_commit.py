@@ -126,7 +126,7 @@ def held_back(name: str) -> list[dict[str, Any]]:
     """What ranks have after a step whose messages could not leave: memory may have taken the gradients in."""
     ranks = trained(name)
     for optimizer in ranks.optimizers:
-        synchronised(optimizer).engine.gradients.hold()  # until all ranks have agreed on the step
+        synchronised(optimizer).engine.gradients.wait_for_vote()  # until all ranks have agreed on the step
     for comm in ranks.comms:
         comm.wait = refusing(comm.wait)  # type: ignore[method-assign]
     third(ranks)

@@ -179,7 +179,7 @@ def test_a_change_of_the_compressor_sends_no_gradient_twice() -> None:
     ranks = Ranks(2, lambda p: SGD(p, lr=0.05), compression=dgcopt.DGC(0.1, overlap=True))
     ranks.step(0)
     for optimizer in ranks.optimizers:
-        synchronised(optimizer).engine.gradients.change_compressor(Mock(moves=True))
+        synchronised(optimizer).engine.gradients.change_compressor(Mock(keeps_residual=True))
     for seed in (1, 2):
         ranks.step(seed)
     assert [optimizer.telemetry.repeated for optimizer in ranks.optimizers] == [0, 0]

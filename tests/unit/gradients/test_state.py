@@ -165,7 +165,7 @@ def test_loaded_state_drops_a_change_of_the_compressor_that_is_due():
     ranks.step(0)
     for optimizer in ranks.optimizers:
         gradients = synchronised(optimizer).engine.gradients
-        gradients.change_compressor(Mock(moves=True))
+        gradients.change_compressor(Mock(keeps_residual=True))
         optimizer.load_state_dict(optimizer.state_dict())
         assert not gradients.changes_compressor
     ranks.step(1)

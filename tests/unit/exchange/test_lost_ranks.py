@@ -11,7 +11,7 @@ import torch
 import dgcopt
 from dgcopt.collectives import SendRecv
 from dgcopt.errors import ConfigError
-from dgcopt.exchange.losses import Buddy
+from dgcopt.exchange.lost_ranks import Buddy
 
 PARAMS = {"a": torch.zeros(2, 2), "b": torch.zeros(3)}
 

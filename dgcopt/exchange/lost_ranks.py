@@ -14,12 +14,12 @@ from ..comm import Comm, Handle
 from ..errors import CommError, QuorumLost, VotedOut
 from ..flat.memory import is_unsent
 
-__all__ = ["Buddy", "repeat_after_losses"]
+__all__ = ["Buddy", "repeat_after_lost_ranks"]
 
 Result = TypeVar("Result")
 
 
-def repeat_after_losses(
+def repeat_after_lost_ranks(
     act: Callable[[], Result],
     comm: Comm,
     follow: Callable[[], None],

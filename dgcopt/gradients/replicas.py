@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives import AllGather
+from ..collectives import AllGather, AllReduce
 from ..comm import Comm
 from ..compressors import Compressor
 from ..errors import ConfigError
 from ..flat.local_shard import LocalShard, is_sharded, local
 
-__all__ = ["check_on_mesh", "check_shards", "comm_of_replicas", "shard_of"]
+__all__ = ["check_on_mesh", "check_shards", "comm_of_replicas", "gather_in_replica", "shard_of"]
 
 SHARD_ONLY = "Give fully_shard the shard dimension alone: fully_shard(module, mesh=mesh['shard'])"
 
@@ -93,6 +93,15 @@ def check_shards(names: Mapping[Tensor, str], comm: Comm | None) -> None:
                 f"parameter {name!r} is sharded over ranks {[*ranks_of(param)]}, but this replica of the model is "
                 f"ranks {[*replica]}: fully_shard averages its gradient over other replicas already. {SHARD_ONLY}"
             )
+
+
+def gather_in_replica(comm: Comm, words: str, label: str) -> list[str]:
+    """Return the words of each rank of this replica; a collective call of them."""
+    text = bytearray(words.encode())
+    length = comm.run(AllReduce(torch.tensor([len(text)]), "max", group="replica", label=f"length of {label}"))
+    row = torch.frombuffer(text.ljust(int(length)), dtype=torch.uint8)
+    rows = comm.run(AllGather(row, group="replica", label=label))
+    return [bytes(told.tolist()).decode() for told in rows]
 
 
 def shard_of(names: Mapping[Tensor, str], comm: Comm) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ..errors import CheckpointError, ConfigError
 from ..flat.local_shard import LocalShard, as_dtensor, as_stepped, is_sharded, local
 from ..flat.optimizer_state import SHARD, STATE_KEY, kept_by, unmarked
 from ..flat.store import NamedTensors, check_format
+from ..gradients.replicas import gather_in_replica
 from ..gradients.synchronised import Synchronised, synchronised
 
 __all__ = ["load", "state"]
@@ -67,12 +68,24 @@ class Part:
         told = torch.frombuffer(bytearray(json.dumps(settings).encode()), dtype=torch.uint8)
         replica = str(int(self.comm.rank))
         entries = {
-            MEMORY + replica: self._on_mesh(self.kept["memory"]),
+            MEMORY + replica: self._on_mesh(self._whole_memory()),
             OWN + replica: self._on_mesh(self.own),
             ALIKE: self._on_mesh(self.alike),
             SHARED + self.shard: self.kept["shared"],
         }
         return {SETTINGS + self.shard: told, **{key: entry for key, entry in entries.items() if any(entry.values())}}
+
+    def _whole_memory(self) -> NamedTensors:
+        """Return the memory, zero where only other shards of the replica keep some: torch saves whole tensors only."""
+        memory = {kind: dict(by_name) for kind, by_name in self.kept["memory"].items()}
+        kinds = {kind: {n: str(one.dtype) for n, one in by_name.items()} for kind, by_name in memory.items()}
+        for words in gather_in_replica(self.comm, json.dumps(kinds), "kinds of memory"):
+            for kind, by_name in json.loads(words).items():
+                for name, dtype in by_name.items():
+                    if name not in memory.setdefault(kind, {}):
+                        of = self.params[name].detach()
+                        memory[kind][name] = torch.zeros_like(of, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        return memory
 
     def _on_mesh(self, tensors: NamedTensors) -> NamedTensors:
         """Return tensors of the parameters as DTensors; all others as they are."""
@@ -149,9 +162,9 @@ class Part:
 def state(optimizer: Optimizer) -> dict[str, Any]:
     """Return the memory of sharded parameters of an optimizer, for `torch.distributed.checkpoint.save`.
 
-    It is that of `DistributedOptimizer`, and of averaging (`LocalSGD`, `SlowMo`, `DiLoCo`). Every rank gives its own;
-    tensors are DTensors of the parameters' placements, under a key of the replica where replicas differ. Raises
-    ConfigError for an optimizer of whole parameters.
+    It is that of `DistributedOptimizer`, and of averaging (`LocalSGD`, `SlowMo`, `DiLoCo`). Every rank gives its own,
+    and must call this; tensors are DTensors of the parameters' placements, under a key of the replica where replicas
+    differ. Raises ConfigError for an optimizer of whole parameters.
     """
     return {part.name: part.saved() for part in _parts_of(optimizer)}
 

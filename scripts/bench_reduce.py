@@ -206,14 +206,14 @@ def energy(
             mine = chosen[rank::size]
             output = model(inputs[mine])
             nn.functional.cross_entropy(output.flatten(0, -2), targets[mine].flatten()).backward()
-        looked_at = step % 10 == 9 and source == "gradient"
-        if looked_at:
+        to_check = step % 10 == 9 and source == "gradient"
+        if to_check:
             waiting = all_that_waits(models, optimizers)
             count = math.ceil(ratio * len(waiting))
             best = waiting.square().topk(count).values.sum()
         for optimizer in optimizers:
             optimizer.step()
-        if looked_at:
+        if to_check:
             there = (torch.cat([param.grad.flatten() for param in models[0].parameters()]) * size).square()
             caught.append(float(there.sum() / best))
             largest.append(float(there.topk(count).values.sum() / best))

@@ -140,7 +140,10 @@ class Replica:
                 if ctx.trained_by.settings is not current:  # load_state_dict replaces the dict
                     ctx.use_settings(current)
             return self._buckets
-        check_trainable({p: self.names[p] for p in trained if p.requires_grad}, may_be_sharded=True)
+        unfrozen = {p: self.names[p] for p in trained if p.requires_grad}
+        check_trainable(unfrozen, may_be_sharded=True)
+        if self._comm.joins_replicas:
+            check_shards(unfrozen, self._comm)
         self._is_regrouped = False
         self.store.release()
         for bucket, memory_kind, flat in self._saved():

@@ -16,7 +16,7 @@ class Checks:
     """Received data to verify before a step commits, and outcomes that nobody has waited for; `read_checks` reads them.
 
     Attributes:
-        looked_at: received tensors that may hold NaN or Inf, see `look_at`.
+        to_check: received tensors that may hold NaN or Inf, see `check_finite`.
         by_sender: decoded messages with a row per rank, to name the senders of NaN or Inf.
         refused: ranks with NaN or Inf in their messages; see `refuse`.
     """
@@ -30,11 +30,11 @@ class Checks:
         return bool(self._pending)
 
     def when_read(self, number: Tensor, use: Callable[[int], object]) -> None:
-        """Call `use` with a number, of no dimension, once it is read."""
+        """Call `use` with a 0-dim number once it is read."""
         self._pending.append((number, use))
 
     def expect(self, right: Tensor, problem: Callable[[], str]) -> None:
-        """Raise PayloadError of `problem()`, once it is read, unless `right`, of no dimension, is true."""
+        """Raise PayloadError of `problem()`, once it is read, unless `right`, a 0-dim tensor, is true."""
 
         def use(number: int) -> None:
             if not number:
@@ -42,13 +42,13 @@ class Checks:
 
         self.when_read(right, use)
 
-    def look_at(self, arrived: Tensor, by_sender: Tensor | None = None) -> None:
+    def check_finite(self, arrived: Tensor, by_sender: Tensor | None = None) -> None:
         """Abort the step on all ranks if a tensor that all have received holds NaN or Inf.
 
         For tensors that are small compared with the gradient; a SparseSum is checked in any case. `by_sender` holds the
         same data with a row per rank, so that the error can name the senders.
         """
-        self.looked_at.append(arrived)
+        self.to_check.append(arrived)
         if by_sender is not None:
             self.by_sender.append(by_sender)
 
@@ -59,7 +59,7 @@ class Checks:
     def clear(self) -> None:
         """Read none of them: the step has ended."""
         self._pending: list[tuple[Tensor, Callable[[int], object]]] = []
-        self.looked_at: list[Tensor] = []
+        self.to_check: list[Tensor] = []
         self.by_sender: list[Tensor] = []
         self.refused: set[int] = set()
 

@@ -114,7 +114,7 @@ class Compressor:
         """Return the kind of data to send for parameters of a kind; `sends` is "update" if it is for any kind."""
         return self.sends
 
-    def holds_back(self, kind: Hashable) -> str:
+    def residual_content(self, kind: Hashable) -> str:
         """Name the content of the residual for parameters of a kind, such as "gradients".
 
         A checkpoint's residual with another content is dropped with a warning, since its scale would be wrong.

@@ -165,7 +165,7 @@ class Context:
             return result.to(self.dtype)
         if result.messages:  # a dense result is not looked at
             arrived = pad_sequence([values for _, values in result.messages], batch_first=True)
-            self.checks.look_at(arrived, arrived if len(arrived) == self.size else None)
+            self.checks.check_finite(arrived, arrived if len(arrived) == self.size else None)
         return result.add_to(torch.zeros(self.numel, dtype=self.dtype, device=self.device))
 
     def all_reduce(self, values: Tensor) -> tuple[AllReduce, Tensor]:

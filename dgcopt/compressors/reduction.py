@@ -180,13 +180,13 @@ class WholeGather:
 
     def exchange(self, values: Tensor, ctx: Context) -> GradientExchange:
         message, arriving = encode_rows(values.unsqueeze(0), self.code)
-        _forget(arriving.view(-1), ctx)
+        _subtract_arriving(arriving.view(-1), ctx)
         messages = yield AllGather(message[0])
         total = torch.zeros(ctx.numel, dtype=at_least_float32(ctx.dtype), device=ctx.device)
         rows = decode_rows(messages, ctx.numel, self.code, everyone(ctx.rank, ctx.size), ctx.checks)
         for row in rows:
             total += row.to(total.dtype) / ctx.divisor
-        ctx.checks.look_at(total, rows)
+        ctx.checks.check_finite(total, rows)
         return total
 
     def nbytes(self, ctx: Context) -> int:
@@ -356,7 +356,7 @@ class WholeOwner:
         rows = values.new_zeros(ctx.size, chunks.length)
         rows.view(-1)[: ctx.numel] = values
         messages, arriving = encode_rows(rows, self.code)
-        _forget(arriving.view(-1)[: ctx.numel], ctx)
+        _subtract_arriving(arriving.view(-1)[: ctx.numel], ctx)
         shard = ctx.memory.shard(SUMS, chunks, ctx.rank)
         received = yield AllToAll(messages)
 
@@ -373,7 +373,7 @@ class WholeOwner:
         ctx.memory.on_commit(lambda: setattr(shard, "held", left))
         gathered = yield from gather_from_owners(message[0], refusal, ctx)
         total = decode_rows(gathered, chunks.length, self.code, everyone(ctx.rank, ctx.size), ctx.checks)
-        ctx.checks.look_at(total, total)
+        ctx.checks.check_finite(total, total)
         return total.view(-1)[: ctx.numel].to(sums.dtype) / ctx.divisor
 
     def nbytes(self, ctx: Context) -> int:
@@ -463,7 +463,7 @@ def _is_of_parameters(chunks: Chunks, ctx: Context) -> Tensor:
     return ctx.scratch["owned"]
 
 
-def _forget(arriving: Tensor, ctx: Context) -> None:
+def _subtract_arriving(arriving: Tensor, ctx: Context) -> None:
     """Subtract decoded values from the residual at commit, and clear the gaps, in which codes leave values."""
     v = ctx.memory["residual"]
     ctx.memory.on_commit(lambda: ctx.tensors.clear_gaps(v.sub_(arriving)))

@@ -112,9 +112,8 @@ class NotFinite:
 def inspect(finished: Sequence[FinishedExchange], comm: Comm, sums: bool = False) -> list[NotFinite]:
     """Return the exchanges with NaN or Inf in their results, at a cost proportional to the messages.
 
-    Looks at sums of a few coordinates, and at tensors given to `Checks.look_at`. A dense sum that an
-    allreduce has made is looked at only where `sums`, as that takes one more pass; `dgcopt.init(checksums=True)`
-    verifies it elsewhere.
+    Checks sums of a few coordinates, and tensors given to `Checks.check_finite`; a dense sum that an allreduce has made
+    only with `sums`, as that takes one more pass: `dgcopt.init(checksums=True)` verifies it otherwise.
 
     Raises PayloadError for a check of a message that fails, and for a position that is in no parameter.
     """
@@ -122,11 +121,11 @@ def inspect(finished: Sequence[FinishedExchange], comm: Comm, sums: bool = False
     for one in finished:
         if isinstance(one.pending.result, SparseSum) and one.context is not None:
             _check_positions(one.pending.result, one.context, one.pending.label, checks)
-    looked = [_looked_at(one, sums) for one in finished]
-    for right in _finite_flags(tensor for found in looked for tensor in found):
+    checked = [_to_check(one, sums) for one in finished]
+    for right in _finite_flags(tensor for found in checked for tensor in found):
         checks.when_read(right, finite.append)
     pending = any(one.context is not None and one.context.checks.are_pending for one in finished)
-    if pending or any(looked):
+    if pending or any(checked):
         comm.finish_on_device()
     # all at once, as each read waits for the device
     read_checks([*(one.context.checks for one in finished if one.context is not None), checks])
@@ -134,7 +133,7 @@ def inspect(finished: Sequence[FinishedExchange], comm: Comm, sums: bool = False
         return []
     return [
         NotFinite(one.pending.label, _senders(one))
-        for one, found in zip(finished, looked, strict=True)
+        for one, found in zip(finished, checked, strict=True)
         if _refused(one) or not _are_finite(found)
     ]
 
@@ -186,8 +185,8 @@ def _check_positions(result: SparseSum, context: Context, label: str, checks: Ch
         checks.expect(~context.tensors.outside(together), problem)
 
 
-def _looked_at(one: FinishedExchange, sums: bool) -> list[Tensor]:
-    result, found = one.pending.result, [] if one.context is None else [*one.context.checks.looked_at]
+def _to_check(one: FinishedExchange, sums: bool) -> list[Tensor]:
+    result, found = one.pending.result, [] if one.context is None else [*one.context.checks.to_check]
     if isinstance(result, SparseSum):
         found += [values for _, values in result.whole]
     elif result is not None and (sums or result.is_sparse):

@@ -238,7 +238,7 @@ def claim(store: Store, buckets: Iterable[Bucket], compressor: Compressor, rank:
     """
     lost: dict[tuple[str, str, str], list[str]] = {}
     for bucket in buckets:
-        before, now = dict(store.made_of), compressor.holds_back(bucket.kind)
+        before, now = dict(store.made_of), compressor.residual_content(bucket.kind)
         for name, kind in store.claim([segment.name for segment in bucket.segments], now):
             lost.setdefault((kind, before[name], now), []).append(repr(name))
     for (kind, made_of, now), names in lost.items():

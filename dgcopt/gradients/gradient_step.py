@@ -34,6 +34,7 @@ from ..flat.store import Store
 from .introspection import is_sharded_elsewhere
 from .layout import Layout, bucket_sizes, lay_out
 from .outgoing import OutgoingBuckets
+from .replicas import check_shards
 from .settings import Settings
 from .tracker import EarlyLaunch, GradientTracker
 from .wrapped import Wrapped
@@ -255,7 +256,10 @@ class GradientStep(Step):
         prepared = layout.fits(trained, self._sparse) and not self._is_due
         names = layout.names if prepared else [self.names[param] for param in trained]
         if not prepared:
-            check_trainable({p: self.names[p] for p in trained if p.requires_grad}, may_be_sharded=True)
+            unfrozen = {p: self.names[p] for p in trained if p.requires_grad}
+            check_trainable(unfrozen, may_be_sharded=True)
+            if self.comm.joins_replicas:
+                check_shards(unfrozen, self.comm)
             layout.check_sizes()
         elif final and not outgoing.stale and self.compressor.sends == "gradient":
             tracker.release(changed)

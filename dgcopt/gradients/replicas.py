@@ -17,7 +17,7 @@ from ..collectives import AllGather, AllReduce
 from ..comm import Comm
 from ..compressors import Compressor
 from ..errors import ConfigError
-from ..flat.local_shard import LocalShard, is_sharded, local
+from ..flat.local_shard import LocalShard, as_stepped, is_sharded, local
 
 __all__ = ["check_on_mesh", "check_shards", "comm_of_replicas", "gather_in_replica", "shard_of"]
 
@@ -80,7 +80,7 @@ def check_on_mesh(names: Mapping[Tensor, str], mesh: Any) -> None:
 def check_shards(names: Mapping[Tensor, str], comm: Comm | None) -> None:
     """Raise ConfigError for a trained parameter that is not sharded within this rank's replica, once that is known."""
     replica = None if comm is None else comm.ranks("replica")
-    for param, name in names.items():
+    for param, name in zip(map(as_stepped, names), names.values(), strict=True):
         if not param.requires_grad:
             continue
         if not is_sharded(param):

@@ -122,7 +122,9 @@ class AutoTuner:
             return None
         made = auto.make(candidate)
         kinds = {name: (auto.inner.kind(name, p), made.kind(name, p)) for p, name in self._names.items()}
-        keeps_residual = all(auto.inner.holds_back(one) == made.holds_back(other) for one, other in kinds.values())
+        keeps_residual = all(
+            auto.inner.residual_content(one) == made.residual_content(other) for one, other in kinds.values()
+        )
         return Change(lambda: auto.use(candidate), keeps_residual)
 
     # -- the choice --------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class FrozenAdam(Wrapper):
             _check_options(type(self).__name__, self._optimizer)  # of a group that was added
         super().see_parameters(names, others)
 
-    def holds_back(self, kind: object) -> str:
+    def residual_content(self, kind: object) -> str:
         return "Adam's momentum"
 
     def as_gradient(self, unsent: Tensor, ctx: Context) -> Tensor:

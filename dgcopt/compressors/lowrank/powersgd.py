@@ -263,7 +263,7 @@ class _Square(_Stack):
 def mean_of(tensors: list[Tensor], ctx: Context) -> Generator[Collective, Tensor, list[Tensor]]:
     """Return the mean over ranks of several tensors, in one message."""
     flat = yield AllReduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), op="average")
-    ctx.checks.look_at(flat)
+    ctx.checks.check_finite(flat)
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 

@@ -68,7 +68,7 @@ class CSC(MomentumCorrected):
         norms = torch.nn.functional.pad(norms_of_blocks, (0, missing)).view(chunks, -1).sum(1)
 
         norms = yield AllReduce(norms, op="sum")
-        ctx.checks.look_at(norms)
+        ctx.checks.check_finite(norms)
         chosen = norms.sort(descending=True, stable=True).indices[:count].sort().values
         whole = ctx.numel // length
         rows, last = v[: whole * length].view(whole, length), v[whole * length :]
@@ -81,7 +81,7 @@ class CSC(MomentumCorrected):
         last -= added[full:, : len(last)].sum(0)
         ctx.keep_residual(v)
         arrived = yield summing
-        ctx.checks.look_at(arrived)
+        ctx.checks.check_finite(arrived)
         if "result" not in ctx.scratch:
             ctx.scratch["result"] = arrived.new_empty(chunks, length)
         return ctx.scratch["result"].zero_().index_copy_(0, chosen, arrived).view(-1)[: ctx.numel]

@@ -159,7 +159,7 @@ class DGC(MomentumCorrected):
             memory.correct(grad, ctx.memory.advance("momentum", start) if start else None, runs)
             ctx.memory.add_unsent(grad)  # after the momentum, which v already contains
             result = yield ctx.all_reduce(grad)[0]
-            ctx.checks.look_at(result)
+            ctx.checks.check_finite(result)
             return result
 
         ratio = self.ratio_at(ctx.step)
@@ -174,7 +174,7 @@ class DGC(MomentumCorrected):
             if ratio == 1:
                 ctx.memory.on_commit(lambda: v.sub_(ctx.all_reduce(v)[1]))
                 result = yield ctx.all_reduce(everything)[0]
-                ctx.checks.look_at(result)
+                ctx.checks.check_finite(result)
                 return result
             return (yield from whole_sum(self.reduce, self.vectors, ctx).exchange(everything, ctx))
 

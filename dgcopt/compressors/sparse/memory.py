@@ -87,8 +87,8 @@ class Run:
 class ErrorFeedback:
     """Plain error feedback, v <- v + g: unsent coordinates are sent later."""
 
-    holds_back: str = ""
-    """Content of v if it is not plain gradients or updates; see `Compressor.holds_back`."""
+    residual_content: str = ""
+    """Content of v if it is not plain gradients or updates; see `Compressor.residual_content`."""
 
     def start(self, ctx: Context) -> Callable[[Segment], Tensor | None] | None:
         """Return the function of the initial u of a parameter, None for zero; None in its place without momentum."""
@@ -185,7 +185,7 @@ class MomentumCorrection(ErrorFeedback):
     the optimizer's state. By linearity the sum of both parts is SGD's update.
     """
 
-    holds_back = "gradients with momentum"
+    residual_content = "gradients with momentum"
 
     def __init__(self, optimizer: SGD) -> None:
         self.optimizer = optimizer
@@ -330,8 +330,8 @@ class MomentumCorrected(ScheduledRatio):
     def _take_over(self, optimizer: Optimizer) -> None:
         self._memory = _memory_for(optimizer) if self.sends == "gradient" else ErrorFeedback()
 
-    def holds_back(self, kind: Hashable) -> str:
-        return self._memory.holds_back or super().holds_back(kind)
+    def residual_content(self, kind: Hashable) -> str:
+        return self._memory.residual_content or super().residual_content(kind)
 
     def before_step(self, optimizer: Optimizer) -> None:
         self._memory.before_step()

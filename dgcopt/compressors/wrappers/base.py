@@ -56,8 +56,8 @@ class Wrapper(Compressor):
     def sends_of(self, kind: Hashable) -> Literal["gradient", "update"]:
         return self.inner.sends_of(kind)
 
-    def holds_back(self, kind: Hashable) -> str:
-        return self.inner.holds_back(kind)
+    def residual_content(self, kind: Hashable) -> str:
+        return self.inner.residual_content(kind)
 
     def replaces_first_moment(self, step: int) -> bool:
         return self.inner.replaces_first_moment(step)

@@ -64,8 +64,8 @@ class Hierarchical(Wrapper):
     def in_place(self, kind: Hashable) -> bool:
         return False
 
-    def holds_back(self, kind: Hashable) -> str:
-        return f"machines' {self.inner.holds_back(kind)}"
+    def residual_content(self, kind: Hashable) -> str:
+        return f"machines' {self.inner.residual_content(kind)}"
 
     def as_gradient(self, unsent: Tensor, ctx: Context) -> Tensor:
         return self.inner.as_gradient(unsent, ctx).mul_(ctx.size / ctx.place.nodes)
@@ -90,10 +90,10 @@ class Hierarchical(Wrapper):
         _heed_refusal(mean, ctx)
         factor = ctx.size / ctx.divisor
         if factor == 1:
-            ctx.checks.look_at(peaks([mean]))
+            ctx.checks.check_finite(peaks([mean]))
             return mean
         total = torch.empty_like(mean)
-        ctx.checks.look_at(copy_scaled([mean], [total], factor))
+        ctx.checks.check_finite(copy_scaled([mean], [total], factor))
         return total
 
     def _between_machines(self, mean: Tensor, ctx: Context) -> Exchange:
@@ -108,7 +108,7 @@ class Hierarchical(Wrapper):
             certain=False,
             checks=Checks(),
         )
-        across.checks.look_at(peak)
+        across.checks.check_finite(peak)
         try:
             result = yield from watched(self.inner.exchange(mean, across), send_across)
             if _is_finite(result, across):
@@ -159,9 +159,9 @@ def _hand_over_momentum(ctx: Context) -> Generator[Collective, Tensor, None]:
 
 def _is_finite(result: Tensor | SparseSum, across: Context) -> bool:
     """Return False if messages between machines hold NaN or Inf. Raises PayloadError for one that cannot be right."""
-    looked_at = [*across.checks.looked_at]
+    to_check = [*across.checks.to_check]
     for positions, values in result.whole if isinstance(result, SparseSum) else ():
-        looked_at.append(values)
+        to_check.append(values)
         if len(positions):
             across.checks.expect(
                 ~across.tensors.outside(positions),
@@ -171,7 +171,7 @@ def _is_finite(result: Tensor | SparseSum, across: Context) -> bool:
                 ),
             )
     finite: list[int] = []
-    for tensor in looked_at:
+    for tensor in to_check:
         if tensor.numel():
             across.checks.when_read(peaks([tensor])[0].isfinite(), finite.append)
     read_checks([across.checks])

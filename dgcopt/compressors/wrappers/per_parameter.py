@@ -185,9 +185,9 @@ class PerParameter(Compressor):
         rule, inner = self._rule_of(kind)
         return rule.sends_of(inner)
 
-    def holds_back(self, kind: Hashable) -> str:
+    def residual_content(self, kind: Hashable) -> str:
         rule, inner = self._rule_of(kind)
-        return rule.holds_back(inner)
+        return rule.residual_content(inner)
 
     def replaces_first_moment(self, step: int) -> bool:
         """Return True once all rules that send updates replace it: a parameter group has one b1."""

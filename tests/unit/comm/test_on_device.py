@@ -120,7 +120,7 @@ def test_only_what_reads_the_device_waits_for_it():
     assert inspect([one], comm) == [] and finished == []
     context.checks.expect(torch.tensor(True), lambda: "wrong")
     assert inspect([one], comm) == [] and finished == [0]
-    context.checks.look_at(torch.tensor([torch.nan]))
+    context.checks.check_finite(torch.tensor([torch.nan]))
     assert [found.label for found in inspect([one], comm)] == ["bucket 0"] and finished == [0, 1]
 
 

@@ -381,7 +381,7 @@ def test_of_several_exchanges_those_with_refused_messages_are_named() -> None:
     context.checks.refuse([1])
     assert inspect(finished, comm) == [NotFinite(label, [1])]
     rows = torch.tensor([[torch.nan], [1.0]])
-    context.checks.look_at(rows, by_sender=rows)
+    context.checks.check_finite(rows, by_sender=rows)
     assert inspect(finished, comm) == [NotFinite(label, [0, 1])], "the other rank's holds NaN"
 
 

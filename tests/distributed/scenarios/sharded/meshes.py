@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -46,6 +47,9 @@ def wrong_meshes(comm: Comm) -> None:
         with refused(comm, ConfigError, *words):
             dgcopt.DistributedOptimizer(optimizer, named or model.named_parameters(), **{"comm": comm, **settings})
 
+    def every_step(model: nn.Module, optimizer: Any) -> Any:
+        return dgcopt.LocalSGD(every=1).attach(optimizer, model.named_parameters(), mesh=mesh["replicate"])
+
     model = sharded(half)
     refuse(model, "mesh has 2 dimensions ('replicate', 'shard')", "mesh['replicate']", mesh=mesh)
     refuse(model, "mesh must be a torch DeviceMesh", mesh="replicate")
@@ -85,6 +89,17 @@ def wrong_meshes(comm: Comm) -> None:
         grown.add_param_group({"params": list(Wide().parameters())})
     with refused(comm, ConfigError, "cannot rejoin"):
         grown.rejoin()
+    for wrapped in (functools.partial(wrap, mesh=mesh), every_step):
+        thawed = Wide()
+        thawed[4].requires_grad_(False)
+        fully_shard(thawed, mesh=half, ignored_params={*thawed[4].parameters()})
+        stepped = wrapped(thawed, SGD(thawed.parameters(), lr=0.1))
+        loss_of(thawed, comm, 0).backward()
+        stepped.step()
+        thawed[4].requires_grad_(True)
+        loss_of(thawed, comm, 1).backward()
+        with refused(comm, ConfigError, "parameter '4.weight' is outside the mesh"):
+            stepped.step()
     some = dgcopt.PerParameter({"first": DGC(0.1, clip=dgcopt.LocalClip(1.0)), "*": NoCompression()})
     refuse(model, "clips the norm of some parameters", "clip per='tensor'", compression=some)
 

@@ -178,11 +178,24 @@ def _decoded(row: torch.Tensor, number: int) -> torch.Tensor:
     return CODES["int8"].decode(CODES["int8"].encode(row, key), len(row), 0)
 
 
-def test_a_coded_reduce_scatter_repeats_its_random_numbers():
-    """They follow from the gradient, so that a run which is resumed gets the same bits; other gradients draw others."""
+def test_a_coded_reduce_scatter_repeats_its_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They follow from gradient and rank, so that a resumed run gets the same bits; others draw others."""
     scatter, group = dgcopt.sharded.CompressedReduceScatter("int8"), dist.group.WORLD
-    grad, out = torch.randn(300, generator=torch.Generator().manual_seed(3)), torch.empty(3, 300)
-    for place, given in enumerate((grad, grad, grad * 2)):
+    grad, out = torch.randn(300, generator=torch.Generator().manual_seed(3)), torch.empty(4, 300)
+    for place, given in enumerate((grad, grad, grad * 2, grad)):
+        if place == 3:
+            monkeypatch.setattr(dist, "get_rank", lambda: 1)
         scatter(out[place], given.clone(), group, dist.ReduceOp.AVG)
     assert torch.equal(out[0], out[1])
     assert not torch.equal(out[2], out[0] * 2)
+    assert not torch.equal(out[3], out[0])
+
+
+def test_a_coded_reduce_scatter_adds_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums and means of three ranks' rows in bfloat16, in which 256 + 1 is 256."""
+    scatter, group = dgcopt.sharded.CompressedReduceScatter("bf16"), SimpleNamespace(size=lambda: 3)
+    monkeypatch.setattr(dist, "all_to_all_single", lambda arrived, sent, group: arrived.copy_(sent))
+    rows, out = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16), torch.empty(1, dtype=torch.bfloat16)
+    for op, wanted in ((dist.ReduceOp.SUM, 258.0), (dist.ReduceOp.AVG, 86.0)):
+        scatter(out, rows.flatten(), group, op)
+        assert out.item() == wanted

@@ -28,13 +28,15 @@ def weights_to_evaluate(comm: Comm) -> None:
     mine.rounds.abort()
     mine.step()
     own = mine.flat()
+    with mine.rounds.averaged():
+        dgcopt.check_replicas(mine.model.state_dict(), comm=comm)
+    assert torch.equal(mine.flat(), own) and not mine.rounds.background.is_running, "it was stopped before"
     mine.rounds.resume()
     with mine.rounds.averaged():
         dgcopt.check_replicas(mine.model.state_dict(), comm=comm)
         during, seen = mine.flat(), mine.count
         time.sleep(3 * INTERVAL)
         assert torch.equal(mine.flat(), during) and mine.count == seen
-    assert mine.flat().shape == own.shape
     mine.until(lambda: mine.count > seen)
     mine.step()
     mine.rounds.average()

@@ -43,8 +43,8 @@ def sync_buffers(model: nn.Module, optimizer: Optimizer, every: int = 1, how: Ho
             ignores the spread of the ranks' means; `torch.nn.SyncBatchNorm` includes it, at an exchange per layer.
 
     Costs a gather of a byte per rank and the bytes of the buffers: a broadcast of all, or for "mean" an allreduce of
-    floating-point buffers and a broadcast of others. Counted by `optimizer.telemetry`. Before the first step call
-    `dgcopt.broadcast_parameters(model.state_dict())`.
+    floating-point buffers and a broadcast of others. Ranks that hold shards of one replica exchange them once more.
+    Counted by `optimizer.telemetry`. Before the first step call `dgcopt.broadcast_parameters(model.state_dict())`.
 
     Raises ConfigError for an optimizer that is not distributed; for AsyncAverage, whose ranks never meet in a step; for
     a model without buffers; and for settings out of range. In the first step: MismatchError on all ranks if buffers or
@@ -103,21 +103,26 @@ class Buffers:
         there = told.flatten().nonzero().flatten().tolist()
         if not there:
             return
+        in_shards = comm.size_of("replica") > 1  # whose ranks have seen other data each
         averaged = [b for b in found.values() if self.how == "mean" and b.is_floating_point()]
         for dtype in sorted({buffer.dtype for buffer in averaged}, key=str):
             alike = [buffer for buffer in averaged if buffer.dtype == dtype]
             total = torch.cat([b.reshape(-1).to(torch.promote_types(dtype, torch.float32)) for b in alike])
             if not active:
                 total.zero_()
-            total = yield AllReduce(comm.to_wire(total), op="sum", label="means of buffers")
-            _write(alike, total / len(there))
+            total = (yield AllReduce(comm.to_wire(total), op="sum", label="means of buffers")) / len(there)
+            if in_shards:
+                total = yield AllReduce(total, op="average", group="replica", label="means over shards")
+            _write(alike, total)
         whole = [buffer for buffer in found.values() if all(buffer is not other for other in averaged)]
         if whole:
             sent = torch.cat(
                 [buffer.contiguous().reshape(-1).view(torch.uint8).to(whole[0].device) for buffer in whole]
             )
             received = yield Broadcast(comm.to_wire(sent), root=there[0], label="buffers")
-            if comm.rank != there[0]:
+            if in_shards:
+                received = (yield AllGather(received, group="replica", label="buffers of shards"))[0]
+            if in_shards or comm.rank != there[0]:
                 spans = received.split([buffer.nbytes for buffer in whole])
                 for buffer, span in zip(whole, spans, strict=True):
                     buffer.copy_(span.clone().view(buffer.dtype).view(buffer.shape))

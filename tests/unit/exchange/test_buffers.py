@@ -1,10 +1,13 @@
 """What `sync_buffers` refuses, and what it says of ranks that differ; what it does is in the loops of all wires."""
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import nn
 
 import dgcopt
+from dgcopt.exchange.buffers import Buffers
 
 
 def model(width: int = 3) -> nn.Module:
@@ -83,3 +86,15 @@ def test_every_dtype_arrives_and_its_bytes_are_counted() -> None:
     vote = 44  # gradients left during backward
     sent = optimizers[0].telemetry.payload_bytes - before  # type: ignore[attr-defined]
     assert sent == vote + told + floats + others, sent
+
+
+@pytest.mark.parametrize(("how", "wanted"), [("broadcast", 0.0), ("mean", 1.5)])
+def test_ranks_that_hold_shards_of_one_replica_get_them_too(how: Literal["broadcast", "mean"], wanted: float) -> None:
+    """Two replicas of two ranks, each of which has seen other data."""
+    comms = [comm.across_replicas([(0, 1), (2, 3)]) for comm in dgcopt.simulated_world(4)]
+    nets = [nn.BatchNorm1d(3) for _ in comms]
+    for rank, net in enumerate(nets):
+        net.running_mean.fill_(rank)  # type: ignore[union-attr, operator]
+    exchanges = [Buffers(net, 1, how).exchange(comm, 1, True) for net, comm in zip(nets, comms, strict=True)]
+    dgcopt.simulate(exchanges, comms)
+    assert all((net.running_mean == wanted).all() for net in nets)  # type: ignore[union-attr]

@@ -16,7 +16,7 @@ from ..comm import Comm, current_comm
 from ..errors import CommError, ConfigError
 from ..flat.optimizer_state import STATE_KEY, unmarked
 from .agreement import compare
-from .parameters import check_optimizer, named_tensors
+from .parameters import check_not_sharded, check_optimizer, named_tensors
 from .pieces import in_pieces
 
 __all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
@@ -176,6 +176,7 @@ def _read(text: bytearray) -> tuple[str, Any, list[int]]:
 def _encode(value: Any, tensors: list[Tensor]) -> Any:
     """Encode the tree in JSON's types, every node a tagged pair; tensors become place, dtype and shape."""
     if isinstance(value, Tensor):
+        check_not_sharded("a tensor in it", value)
         # as bytes, because not every wire has every dtype
         tensors.append(value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8))
         return ["tensor", [len(tensors) - 1, str(value.dtype).removeprefix("torch."), list(value.shape)]]

@@ -16,7 +16,7 @@ from ..errors import ConfigError, DivergenceError
 from ..flat.gradient import is_finite
 from ..kernels import hash_of
 from .agreement import compare
-from .parameters import check_real, named_tensors
+from .parameters import LOAD_SHARDS, check_real, named_tensors
 
 __all__ = ["OnDivergence", "check_finite", "check_on_divergence", "check_replicas", "digests", "replicas"]
 
@@ -93,10 +93,9 @@ def replicas(
         f"{'' if step else LOCAL_STEPS}random numbers or code that differ over ranks, or a broken machine"
     )
     if on_divergence == "raise":
-        raise DivergenceError(
-            f"{words}. To give all ranks the values of rank {ranks[0]}, call "
-            f'dgcopt.check_replicas(model.state_dict(), on_divergence="resync") on each.'
-        )
+        call = 'call dgcopt.check_replicas(model.state_dict(), on_divergence="resync") on each'
+        remedy = LOAD_SHARDS if comm.joins_replicas else call
+        raise DivergenceError(f"{words}. To give all ranks the values of rank {ranks[0]}, {remedy}.")
     if on_divergence == "warn":
         log.warning('dgcopt: %s. Training goes on with them apart, as on_divergence="warn" asks', words)
         return

@@ -18,6 +18,8 @@ from .held import unwrapped
 from .vote import plain
 
 __all__ = [
+    "LOAD_SHARDS",
+    "check_not_sharded",
     "check_optimizer",
     "check_real",
     "check_trainable",
@@ -38,6 +40,13 @@ _HOOKS = frozenset(
     for when in ("pre", "post")
 )
 """Attributes of torch's optimizers; a wrapper that skips `Optimizer.__init__` lacks some."""
+
+
+LOAD_SHARDS = (
+    "load them by set_model_state_dict or set_optimizer_state_dict of torch.distributed.checkpoint.state_dict, with "
+    "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)"
+)
+"""The broadcast of sharded parameters and of their optimizer's state."""
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -132,7 +141,8 @@ def given_names(named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[T
 def named_tensors(given: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors of a `state_dict()`, or of pairs of a name and a value; other values are passed over.
 
-    Raises ConfigError for anything else, where there are values but no tensor among them, and for the meta device.
+    Raises ConfigError for anything else, where there are values but no tensor among them, for the meta device, and for
+    DTensors.
     """
     is_pairs = isinstance(given, Iterable) and not isinstance(given, nn.Module | type)
     pairs = list(given.items() if isinstance(given, Mapping) else given) if is_pairs else []
@@ -143,7 +153,18 @@ def named_tensors(given: Any) -> list[tuple[str, Tensor]]:
             f"{_in_short(given)}{' without any tensor in it' if pairs and all(map(_is_named, pairs)) else ''}"
         )
     check_real(tensors)
+    for name, tensor in tensors:
+        check_not_sharded(name, tensor)
     return tensors
+
+
+def check_not_sharded(name: str, tensor: Tensor) -> None:
+    """Raise ConfigError for a DTensor, of which ranks may hold different shards."""
+    if is_sharded(tensor):
+        raise ConfigError(
+            f"{name} is a DTensor (fully_shard, tensor parallelism), of which this rank may hold a shard. To compare "
+            f"ranks, give its full_tensor(). To give all ranks the values of rank 0, {LOAD_SHARDS}"
+        )
 
 
 def check_real(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -196,7 +217,7 @@ def unique_names(optimizer: Optimizer, given: dict[Tensor, str] | None) -> dict[
 def check_trainable(names: dict[Tensor, str], may_be_sharded: bool = False) -> None:
     """Raise ConfigError for parameters that cannot be averaged, or if none can be trained."""
     for param, name in names.items():
-        _check_whole_on_each_rank(param, name, may_be_sharded)
+        _check_not_sharded_on_each_rank(param, name, may_be_sharded)
         if isinstance(param, nn.UninitializedParameter):
             raise ConfigError(
                 f"parameter {name!r} is a lazy layer's and has no shape yet: run the model on one batch before the "
@@ -214,7 +235,7 @@ def check_trainable(names: dict[Tensor, str], may_be_sharded: bool = False) -> N
         raise ConfigError("none of the optimizer's parameters requires a gradient: there is nothing to train")
 
 
-def _check_whole_on_each_rank(param: Tensor, name: str, may_be_sharded: bool) -> None:
+def _check_not_sharded_on_each_rank(param: Tensor, name: str, may_be_sharded: bool) -> None:
     """Raise ConfigError for part of an FSDP1 module, and for a DTensor unless parameters `may_be_sharded`."""
     if hasattr(param, "_fsdp_flattened"):
         raise ConfigError(

@@ -85,6 +85,13 @@ def test_tensors_on_a_mesh_are_refused_but_by_the_wrapper_over_torch(make: Calla
         WAYS[way](make(), simulated_world(2)[0])
 
 
+@pytest.mark.parametrize("call", [dgcopt.check_replicas, dgcopt.broadcast_parameters, dgcopt.broadcast_object])
+def test_shards_are_not_taken_for_whole_tensors(call: Callable[..., Any]) -> None:
+    """A hash of their memory would read at no address."""
+    with pytest.raises(dgcopt.ConfigError, match=r"is a DTensor.*full_tensor\(\).*broadcast_from_rank0=True"):
+        call(fsdp2().state_dict(), comm=simulated_world(1)[0])
+
+
 def test_a_hook_of_fsdp_is_refused_in_backward() -> None:
     state, hook = dgcopt.ddp_hook(dgcopt.DGC(0.1), comm=simulated_world(2)[0])
     with pytest.raises(dgcopt.ConfigError, match="ddp_hook is for DistributedDataParallel"):

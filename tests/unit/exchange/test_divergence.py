@@ -81,3 +81,13 @@ def test_parameters_on_the_meta_device() -> None:
         assert "parameter 'unreal' is on the meta device and has no values" in str(error)
     with pytest.raises(dgcopt.ConfigError, match="parameter 'unreal' is on the meta device"):
         dgcopt.broadcast_parameters((name, tensor) for name, (tensor,) in weights.items())
+
+
+def test_shards_that_differ_are_told_how_torch_loads_shards():
+    """check_replicas, the remedy for whole parameters, refuses DTensors."""
+    comms = [comm.across_replicas([(0, 1), (2, 3)]) for comm in dgcopt.simulated_world(4)]
+    exchanges = [
+        replicas({"w": [torch.full((2,), rank // 2)]}, comm, None, "raise") for rank, comm in enumerate(comms)
+    ]
+    with pytest.raises(dgcopt.DivergenceError, match="set_model_state_dict.*broadcast_from_rank0=True"):
+        dgcopt.simulate(exchanges, comms)

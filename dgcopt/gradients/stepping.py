@@ -397,9 +397,11 @@ class Stepping:
             is_loss = isinstance(loss, float | int) or (isinstance(loss, Tensor) and loss.numel() == 1)
             value = torch.as_tensor(loss if is_loss else 0.0, dtype=torch.float64).detach().reshape(1)
             pair = torch.cat([value, torch.full_like(value, is_loss)])
-            total, ranks = self.comm.run(AllReduce(self.comm.to_wire(pair), op="sum", label="loss"))
+            pair = self.comm.run(AllReduce(self.comm.to_wire(pair), op="sum", label="loss"))
+            if self.comm.size_of("replica") > 1:  # whose ranks have other data each
+                pair = self.comm.run(AllReduce(pair, op="sum", group="replica", label="loss over shards"))
             if is_loss:
-                mean = total / ranks
+                mean = pair[0] / pair[1]
                 loss = mean.reshape(loss.shape).to(loss) if isinstance(loss, Tensor) else float(mean)
         is_done = self._use_gradients()
         self.wrapped.commit.end()  # the next evaluation exchanges again

@@ -86,8 +86,6 @@ def test_parameters_on_the_meta_device() -> None:
 def test_shards_that_differ_are_told_how_torch_loads_shards():
     """check_replicas, the remedy for whole parameters, refuses DTensors."""
     comms = [comm.across_replicas([(0, 1), (2, 3)]) for comm in dgcopt.simulated_world(4)]
-    exchanges = [
-        replicas({"w": [torch.full((2,), rank // 2)]}, comm, None, "raise") for rank, comm in enumerate(comms)
-    ]
-    with pytest.raises(dgcopt.DivergenceError, match="set_model_state_dict.*broadcast_from_rank0=True"):
+    exchanges = [replicas({"w": [torch.full((2,), rank // 2)]}, comm, None, "raise") for rank, comm in enumerate(comms)]
+    with pytest.raises(dgcopt.DivergenceError, match=r"set_model_state_dict.*broadcast_from_rank0=True"):
         dgcopt.simulate(exchanges, comms)

@@ -135,6 +135,15 @@ def a_rank_without_elements(comm: Comm) -> None:
         optimizer.step()
         torch.testing.assert_close(whole(model)["0.weight"], before - lr * mean)
 
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, comm, 3)
+        loss.backward()
+        return loss.detach()
+
+    wanted = comm.run(AllReduce(loss_of(model, comm, 3).detach().double(), label="loss of all ranks"))
+    assert abs(float(optimizer.step(closure)) - float(wanted)) < 1e-6, "the mean over all ranks"
+
 
 def skipped_everywhere(comm: Comm) -> None:
     """NaN in one rank's shard: no rank steps, no memory changes, every loss scale falls; the next step is taken."""

@@ -29,6 +29,7 @@ from ..exchange.scheduler import CollectiveScheduler, PendingExchange
 from ..exchange.step import Aborted, Description, Step
 from ..exchange.turns import Turns, turns_over
 from ..exchange.vote import Ballot, Touch, Verdict, checksum, fingerprint, plain
+from ..flat.local_shard import LocalShard
 from ..flat.memory import at_least_float32
 from ..flat.store import Store
 from .introspection import is_sharded_elsewhere
@@ -258,7 +259,7 @@ class GradientStep(Step):
         if not prepared:
             unfrozen = {p: self.names[p] for p in trained if p.requires_grad}
             check_trainable(unfrozen, may_be_sharded=True)
-            if self.comm.joins_replicas:
+            if any(isinstance(param, LocalShard) for param in self.names):  # not DiLoCo's outer parameters
                 check_shards(unfrozen, self.comm)
             layout.check_sizes()
         elif final and not outgoing.stale and self.compressor.sends == "gradient":

@@ -152,7 +152,6 @@ class Part:
                 "memory": sums,
                 "shared": loaded.get(SHARED + self.shard, {}) if is_cut_alike else {},
             },
-            **{SHARD: self.kept[SHARD]} if SHARD in self.kept else {},
         )
         self.own = loaded.get(OWN + str(self.own_of(settings)), {})
         self.alike = loaded.get(ALIKE, {})

@@ -206,3 +206,13 @@ def test_a_coded_reduce_scatter_adds_up_in_float32(monkeypatch: pytest.MonkeyPat
     for op, wanted in ((dist.ReduceOp.SUM, 258.0), (dist.ReduceOp.AVG, 86.0)):
         scatter(out, rows.flatten(), group, op)
         assert out.item() == wanted
+
+
+def test_a_damaged_row_names_the_rank_that_sent_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def damage(arrived: torch.Tensor, sent: torch.Tensor, group: Any) -> None:
+        arrived.copy_(sent)[2, 1:] = 255
+
+    monkeypatch.setattr(dist, "all_to_all_single", damage)
+    with pytest.raises(dgcopt.PayloadError, match="rank 2"):
+        scatter = dgcopt.sharded.CompressedReduceScatter("bytegrad")
+        scatter(torch.empty(1), torch.ones(3), SimpleNamespace(size=lambda: 3), dist.ReduceOp.SUM)

@@ -284,6 +284,8 @@ def _held(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def averaging_through_torch(case: str, comm: Comm) -> None:
     """Averaging goes on with the same bits on the same mesh, each replica from its own weights."""
     before = Training(comm, 2, case)
+    for outer in before.optimizer.averaging.outers:
+        outer.param_groups[0]["lr"] /= 2  # comes along
     before.train(0, 1, 2)
     with shared_folder(comm) as folder:
         before.save(folder)

@@ -217,7 +217,7 @@ def unique_names(optimizer: Optimizer, given: dict[Tensor, str] | None) -> dict[
 def check_trainable(names: dict[Tensor, str], may_be_sharded: bool = False) -> None:
     """Raise ConfigError for parameters that cannot be averaged, or if none can be trained."""
     for param, name in names.items():
-        _check_not_sharded_on_each_rank(param, name, may_be_sharded)
+        _check_whole_on_each_rank(param, name, may_be_sharded)
         if isinstance(param, nn.UninitializedParameter):
             raise ConfigError(
                 f"parameter {name!r} is a lazy layer's and has no shape yet: run the model on one batch before the "
@@ -235,7 +235,7 @@ def check_trainable(names: dict[Tensor, str], may_be_sharded: bool = False) -> N
         raise ConfigError("none of the optimizer's parameters requires a gradient: there is nothing to train")
 
 
-def _check_not_sharded_on_each_rank(param: Tensor, name: str, may_be_sharded: bool) -> None:
+def _check_whole_on_each_rank(param: Tensor, name: str, may_be_sharded: bool) -> None:
     """Raise ConfigError for part of an FSDP1 module, and for a DTensor unless parameters `may_be_sharded`."""
     if hasattr(param, "_fsdp_flattened"):
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from ..coding import VALUE_CODES, decode_rows, encode_rows
 from ..coding.minmax import MinMaxUInt8
 from ..coding.unbiased import Unbiased
-from ..errors import CommError, ConfigError
+from ..errors import CommError, ConfigError, PayloadError
 
 __all__ = ["CompressedReduceScatter", "compress_reduce_scatter"]
+
+log = logging.getLogger("dgcopt")
 
 
 class Code(Protocol):
@@ -79,7 +82,8 @@ class CompressedReduceScatter:
     """A reduce-scatter within a replica whose messages are coded; for `FSDPModule.set_custom_reduce_scatter`.
 
     Each rank codes its gradient once for every other rank, and adds up the received ones in rank order, in float32.
-    NaN or Inf in a message makes all of the shard NaN, so that the step is skipped.
+    NaN or Inf in a message, or a damaged one, makes all of the shard NaN, so that no rank takes the step; an exception
+    on the rank that has received it would leave the others waiting.
 
     No residual is kept: a rank's residual would be as large as its whole gradient, which sharding is to avoid. "int8"
     is unbiased instead: it rounds up with the probability of the fractional part. Random numbers follow from the rank
@@ -90,8 +94,8 @@ class CompressedReduceScatter:
             neighbours. "bytegrad", 1 byte: off by up to 1/510 of the range of the rank's whole message.
 
     Costs an alltoall of the code's bytes in place of a reduce-scatter of 4 bytes a value. Raises ConfigError for other
-    codes, and for a reduction other than a sum or mean; PayloadError for a damaged message; CommError where a
-    rank is lost. Sources: QSGD (Alistarh et al., NeurIPS 2017) for "int8", Bagua for "bytegrad".
+    codes, and for a reduction other than a sum or mean; CommError where a rank is lost. The log names the sender of
+    a damaged message. Sources: QSGD (Alistarh et al., NeurIPS 2017) for "int8", Bagua for "bytegrad".
     """
 
     def __init__(self, code: str = "int8") -> None:
@@ -125,7 +129,11 @@ class CompressedReduceScatter:
             ) from error
         total = torch.zeros(rows.shape[1], dtype=torch.float32, device=rows.device)
         for rank, message in enumerate(arrived):
-            total += CODES[self.code].decode(message[1:], len(total), rank)
+            try:
+                total += CODES[self.code].decode(message[1:], len(total), rank)
+            except PayloadError as error:
+                log.error("dgcopt: rank %d: no rank takes this step: %s", dist.get_rank(), error)
+                total.fill_(torch.nan)
         total.masked_fill_(arrived[:, 0].ne(0).any(), torch.nan)
         output_tensor.copy_(total if op == dist.ReduceOp.SUM else total / len(rows))
 

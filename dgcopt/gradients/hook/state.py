@@ -34,8 +34,9 @@ class HookState:
     """The compressor of a `ddp_hook`, its memory, and the exchanges of the step, on one rank.
 
     Pickled (`torch.save`) and restored, it continues with the same bits on the same rank of as many: give it to
-    `ddp_hook` with the optimizer, and register the result. Until DDP has rebuilt its buckets, sums that depend on their
-    layout (an allreduce among more than two ranks) may differ in their last bits.
+    `ddp_hook` with the optimizer, and register the result. Until DDP has rebuilt its buckets, results that depend on
+    their layout may differ: last bits of an allreduce among more than two ranks, and coordinates that owners forward
+    (`reduce="owner"`) or that have room in a message of Rice codes.
 
     Attributes:
         telemetry: bytes and seconds of this process.

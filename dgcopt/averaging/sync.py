@@ -17,7 +17,7 @@ from ..comm import Comm, Handle
 from ..errors import PayloadError
 from ..exchange.commit import CommitMarker, FinishedExchange, NotFinite, Write
 from ..exchange.participation import Participation
-from ..exchange.runner import Job, Runner, on_their_way
+from ..exchange.runner import Job, Runner, describe_in_flight
 from ..exchange.scheduler import PendingExchange
 from ..exchange.step import Aborted, Description, Step
 from ..exchange.vote import Ballot, Verdict, checksum, vote
@@ -33,7 +33,7 @@ log = logging.getLogger("dgcopt")
 
 
 class Round(Protocol):
-    """The surroundings of a `Sync`: one optimizer's weights on one rank, and the wire.
+    """The context of a `Sync`: one optimizer's weights on one rank, and the wire.
 
     Attributes:
         rule: the algorithm.
@@ -131,7 +131,7 @@ class Sync:
 
     def abort(self) -> str:
         """Roll back a failed round; return the words to append to an error of the wire."""
-        told = on_their_way(self._step.exchanges)
+        told = describe_in_flight(self._step.exchanges)
         if self._step.exchanges and not self.round.rule.meets:  # peers may have used the messages of this rank
             self.round.commit.begin("the weights of its peers")
         self._step.rollback()

@@ -46,7 +46,7 @@ class Store:
         raise NotImplementedError
 
     def clear(self) -> None:
-        """Forget everything, whoever put it there."""
+        """Delete all values, those of other processes too."""
         raise NotImplementedError
 
     def __len__(self) -> int:

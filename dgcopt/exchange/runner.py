@@ -21,7 +21,7 @@ from ..errors import CommError
 from .scheduler import CollectiveScheduler, PendingExchange
 from .telemetry import Telemetry
 
-__all__ = ["Job", "Runner", "on_their_way", "serve"]
+__all__ = ["Job", "Runner", "describe_in_flight", "serve"]
 
 Answer = TypeVar("Answer")
 
@@ -187,11 +187,11 @@ def serve(runners: Iterable[Runner]) -> None:
         waiting = [runner for runner in waiting if runner.serve()]
 
 
-def on_their_way(exchanges: Sequence[PendingExchange[Any]], not_sent: Sequence[str] = ()) -> str:
+def describe_in_flight(exchanges: Sequence[PendingExchange[Any]], not_sent: Sequence[str] = ()) -> str:
     """Return words for an error: exchanges in flight, and those not launched yet."""
     sent = [pending.label for pending in exchanges if pending.handle is not None]
     return "".join(
         f" {title}: {', '.join(labels[:4])}{f' and {len(labels) - 4} more' if len(labels) > 4 else ''}."
-        for title, labels in (("On their way", sent), ("Not sent yet", not_sent))
+        for title, labels in (("In flight", sent), ("Not sent yet", not_sent))
         if labels
     )

@@ -140,7 +140,7 @@ def _torchs_join(members: Sequence[Any], others: Sequence[Any], divide_by_all: b
             "join cannot combine averaged weights with torch's members, which take part in each iteration. Average "
             "gradients, or give all ranks the same number of batches."
         )
-    optim = sys.modules.get("torch.distributed.optim")  # not imported here: a second
+    optim = sys.modules.get("torch.distributed.optim")  # importing it would take a second
     if optim is not None and any(isinstance(other, optim.ZeroRedundancyOptimizer) for other in others):
         raise ConfigError(
             "join cannot serve a bare ZeroRedundancyOptimizer: a rank without data would step its shard with the stale "

@@ -18,7 +18,7 @@ from ..comm import Comm
 from ..compressors.tuner import Tuner
 from ..errors import ConfigError
 from ..exchange.divergence import check_finite, replicas
-from ..exchange.runner import Job, Runner, on_their_way
+from ..exchange.runner import Job, Runner, describe_in_flight
 from ..exchange.telemetry import Telemetry
 from ..exchange.vote import Verdict
 from ..flat.gradient import GradientBucket
@@ -251,7 +251,9 @@ class Engine:
 
     def _fail(self) -> str:
         outgoing = self.gradients.outgoing
-        told = on_their_way(outgoing.exchanges, [bucket.label for bucket in self.layout.buckets[outgoing.launched :]])
+        told = describe_in_flight(
+            outgoing.exchanges, [bucket.label for bucket in self.layout.buckets[outgoing.launched :]]
+        )
         self._is_expected = False
         self.gradients.fail()
         return told

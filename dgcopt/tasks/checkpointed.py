@@ -17,11 +17,11 @@ class RandomNumbers:
         self.has_cuda = device.type == "cuda"
 
     def state_dict(self) -> dict[str, Tensor | None]:
-        """Where they are."""
+        """Return the states of the generators."""
         return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if self.has_cuda else None}
 
     def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
-        """Go back to where they were."""
+        """Restore the states of the generators."""
         if (cpu := state["cpu"]) is not None:
             torch.set_rng_state(cpu)
         if (cuda := state["cuda"]) is not None and self.has_cuda:

@@ -14,7 +14,7 @@ START = 60
 """Seconds that two processes may take to start on a busy machine."""
 
 BUCKET = r"bucket \d+ \(.*(weight|bias)"
-BUCKETS = rf"(On their way|Not sent yet): .*{BUCKET}"
+BUCKETS = rf"(In flight|Not sent yet): .*{BUCKET}"
 TIMED_OUT = rf"TimeoutExceeded: rank 0 waited {DEADLINE} s for \w+\[.*\] of optimizer 0 .*rank\(s\) 1\..*{BUCKETS}"
 LOST = rf"(CommError|TimeoutExceeded): rank 0.* of optimizer 0 ({BUCKET}|vote.*{BUCKETS})"
 

@@ -14,7 +14,7 @@ import dgcopt
 from dgcopt.collectives import AllGather, Collective, Exchange, ReduceScatter
 from dgcopt.compressors import Compressor, Context
 from dgcopt.exchange.commit import CommitMarker, FinishedExchange
-from dgcopt.exchange.runner import Job, Runner, on_their_way
+from dgcopt.exchange.runner import Job, Runner, describe_in_flight
 from dgcopt.exchange.scheduler import PendingExchange, context_of, exchange_of
 from dgcopt.exchange.step import Aborted, Description, Step
 from dgcopt.exchange.vote import Ballot, Verdict, checksum, fingerprint
@@ -112,7 +112,7 @@ class Shards(Step):
         self.pending: list[PendingExchange[GradientBucket]] = []
 
     def fail(self) -> str:
-        told = on_their_way(self.pending)
+        told = describe_in_flight(self.pending)
         self.rollback()
         self.ended()
         return told

@@ -107,8 +107,8 @@ class AttachedOptimizer:
         if not self.averaged() and any(param.grad is not None for param in self.params):
             raise ConfigError(
                 f"{type(self.optimizer).__name__} steps, but DDP has not called the hook that ddp_hook made for it, so "
-                f"gradients travel as ever, without what {type(self.compressor).__name__} takes over from the "
-                f"optimizer, such as momentum: ddp_model.register_comm_hook(state, hook) before the first backward pass"
+                f"DDP averages gradients without {type(self.compressor).__name__}: call "
+                f"ddp_model.register_comm_hook(state, hook) before the first backward pass"
             )
         others = self._not_averaged()
         before = self._settings_of(others)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...compressors.sparse.rows import gather_rows
 from ...errors import PayloadError
 from ...exchange.commit import CommitMarker, FinishedExchange, Write
-from ...exchange.runner import Job, on_their_way
+from ...exchange.runner import Job, describe_in_flight
 from ...exchange.scheduler import CollectiveScheduler, PendingExchange, exchange_of
 from ...exchange.step import Aborted, Description, Step
 from ...exchange.vote import Ballot, Verdict, checksum, fingerprint, plain
@@ -118,7 +118,7 @@ class HookStep(Step):
 
     def fail(self) -> str:
         """Roll back a step that is not committed; return the words to append to an error of the wire."""
-        told = on_their_way(self._exchanges)
+        told = describe_in_flight(self._exchanges)
         self.rollback()
         self.ended()
         return told

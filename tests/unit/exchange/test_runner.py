@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dgcopt
 from dgcopt.collectives import AllReduce
-from dgcopt.exchange.runner import Job, Runner, on_their_way
+from dgcopt.exchange.runner import Job, Runner, describe_in_flight
 from dgcopt.exchange.scheduler import PendingExchange, context_of, exchange_of
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
@@ -57,7 +57,7 @@ class EveryK:
     def roll_back(self) -> str:
         for context in self.contexts.values():
             context.rollback()
-        return on_their_way(self.exchanges)
+        return describe_in_flight(self.exchanges)
 
 
 def world(size: int, compressor: dgcopt.Compressor, every: int = 2) -> tuple[list[list[Tensor]], list[EveryK]]:

@@ -25,6 +25,8 @@ from dgcopt.comm import current_comm
 from tests.support.meeting import together
 
 JOIN_FIRST = os.environ.get("DGCOPT_TEST_JOIN_FIRST", "")
+SHARING = ("2 x 2 machines", "contract", "asynchronous")
+"""Scenarios that share groups with later ones, or leave a thread that uses them."""
 
 
 def main() -> int:
@@ -50,14 +52,19 @@ def main() -> int:
 
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
-    before = set(groups())
+    used, kept = comm, set(groups())
 
     def agree(name: str, error: str) -> bool:
         """Whether a rank has failed; if one left the scenario half-way this raises, and nothing more is tried."""
+        nonlocal used
         flag = AllGather(torch.tensor([error != ""]), label=f"end of {name}")
         any_failed = name != names[-1] and bool(current_comm().run(flag).any())
-        if name.startswith("sharded"):
-            for group in set(groups()) - before:
+        new = set(groups()) - kept
+        if current_comm() is not used or name.startswith(SHARING):
+            used = current_comm()
+            kept.update(new)
+        else:
+            for group in new:
                 torch.distributed.destroy_process_group(group)
         return any_failed
 

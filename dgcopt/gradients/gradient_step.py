@@ -157,8 +157,14 @@ class GradientStep(Step):
         """Return the momentum taken over by the compressor to the optimizer: no exchange follows."""
         self.replace_layout(self.outgoing.layout.order)
         momenta = self.store.memory().get("momentum", {})
-        self.compressor.return_momentum({p: momenta[name] for p, name in self.names.items() if name in momenta})
+        gain = self._momentum_gain
+        self.compressor.return_momentum({p: momenta[n] * gain for p, n in self.names.items() if n in momenta})
         self.store.drop("momentum")
+
+    @property
+    def _momentum_gain(self) -> float:
+        """The optimizer's momentum over a rank's, which is of its own gradients, as they were divided before."""
+        return self.comm.size if self.settings.op == "sum" else self.settings.gradient_predivide_factor
 
     @property
     def changes_compressor(self) -> bool:
@@ -190,7 +196,6 @@ class GradientStep(Step):
         held = torch.tensor([self.names[param] in momenta for param in params], dtype=torch.int32)
         through = self.scheduler.through
         counts = (yield from through(_sum_of(held, "control", "who holds momentum"))).tolist()
-        gain = self.comm.size if self.settings.op == "sum" else self.settings.gradient_predivide_factor
         for param, count in zip(params, counts, strict=True):
             if not count:
                 continue
@@ -199,7 +204,7 @@ class GradientStep(Step):
             if mine is None:
                 mine = torch.zeros_like(param, dtype=at_least_float32(param.dtype))
             total = yield from through(_sum_of(mine.contiguous(), "world", f"momentum of {name}"))
-            self.compressor.return_momentum({param: total * (gain / count)})
+            self.compressor.return_momentum({param: total * (self._momentum_gain / count)})
 
     def skip(self) -> None:
         """Skip a step with an overflow found by the ranks' scalers."""

@@ -369,6 +369,8 @@ class Stepping:
         engine = self.engine
         if engine is None or engine.step == 0 or engine.in_flight or self.grads is not Grads.OWN:
             return False
+        if engine.gradients.tracker.uncounted:  # by passes inside no_sync()
+            return False
         if any(float(group.get("lr", 0.0)) != 0 for group in self.optimizer.param_groups):
             return False
         grads = [param.grad for param in self.names if param.requires_grad]

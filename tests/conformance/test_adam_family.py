@@ -418,3 +418,32 @@ def test_momentum_may_travel_by_any_compressor() -> None:
     for step in range(8):
         workers.step(step)
     assert all(np.isfinite(weight).all() for weight in workers.weights())
+
+
+def test_a_parameter_used_after_the_warm_up_has_one_of_its_own() -> None:
+    """Its variance is then Adam's own: in signs all elements would have one magnitude, and v would keep it."""
+
+    def variance(compressor: Any) -> Tensor:
+        scales = 10.0 ** torch.linspace(-3, 1, 30)
+        params = [{name: torch.nn.Parameter(torch.zeros(30)) for name in "ab"} for _ in range(2)]
+        optimizers: list[Any] = [
+            dgcopt.DistributedOptimizer(Adam(p.values()), p.items(), compressor, comm=comm)
+            for p, comm in zip(params, dgcopt.simulated_world(2), strict=True)
+        ]
+        for step in range(10):
+            for mine, optimizer in zip(params, optimizers, strict=True):
+                optimizer.zero_grad()
+                sum((mine[name] * scales).sum() for name in ("a", "b") if name == "a" or step >= 5).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        variance: Tensor = optimizers[0].state[params[0]["b"]]["exp_avg_sq"]
+        return variance
+
+    scale = 1 - 0.999**3
+    torch.testing.assert_close(variance(dgcopt.OneBitAdam(3)), scale * 100.0 ** torch.linspace(-3, 1, 30))
+
+
+def test_the_compressor_inside_is_a_copy() -> None:
+    inner = dgcopt.TopK(0.1)
+    dgcopt.OneBitAdam(3, inner)
+    assert inner.source == "auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -36,8 +37,8 @@ class FrozenAdam(Wrapper):
     coordinate with v = 0 has had no gradient yet and does not move.
 
     Moments and step counts live in the optimizer's own state, so its `state_dict()` holds them. A parameter that is
-    added later has its own warm-up, in which its bucket is sent dense. After `synchronize()`, `param.grad` is the
-    gradient that leads to the new m, so it can be clipped.
+    added, unfrozen or first used later has its own warm-up, and its bucket is sent dense until that ends. After
+    `synchronize()`, `param.grad` is the gradient that leads to the new m, so it can be clipped.
 
     Args:
         warmup_steps: T, number of first steps with dense gradients. Raise it if the loss jumps afterwards, for example
@@ -56,7 +57,7 @@ class FrozenAdam(Wrapper):
             )
         self.warmup_steps = int(warmup_steps)
         self._optimizer: Optimizer | None = None
-        super().__init__(inner)
+        super().__init__(copy.deepcopy(inner))  # it is made to send gradients
 
     def _follow(self) -> None:
         if self.inner.source != "gradient":
@@ -143,9 +144,11 @@ class FrozenAdam(Wrapper):
         return self._optimizer
 
     def _travels_as_momentum(self, ctx: Context) -> bool:
-        """Return True if all parameters of the bucket that were ever stepped have finished their warm-up."""
-        taken = [steps for segment in ctx.segments if (steps := self._steps(segment.param))]
-        return bool(taken) and min(taken) >= self.warmup_steps
+        """Return True if all parameters of the bucket have finished their warm-up.
+
+        One that was never used has not: v would be frozen from its first gradient, which only a dense one is fit for.
+        """
+        return all(self._steps(segment.param) >= self.warmup_steps for segment in ctx.segments)
 
     def _steps(self, param: Tensor) -> int:
         return int(self._attached.state.get(as_stepped(param), {}).get("step", 0))

@@ -14,7 +14,7 @@ from ...kernels import peaks
 from ..base import Compressor
 from ..context import Context
 from ..dense import NoCompression
-from .half import BF16, FP16
+from .base import Wrapper
 
 __all__ = ["Adasum"]
 
@@ -43,8 +43,9 @@ class Adasum(Compressor):
     @classmethod
     def carrying(cls, compressor: Compressor) -> Adasum:
         """Return Adasum in the wire dtype of `compressor`. Raises ConfigError for compressors that are not dense."""
-        if isinstance(compressor, FP16 | BF16) and isinstance(compressor.inner, NoCompression):
-            return cls(compressor.dtype)
+        dtype = getattr(compressor, "dtype", None)  # of FP16 and BF16
+        if isinstance(compressor, Wrapper) and dtype is not None and isinstance(compressor.inner, NoCompression):
+            return cls(dtype)
         if isinstance(compressor, cls):
             return compressor
         if not isinstance(compressor, NoCompression):

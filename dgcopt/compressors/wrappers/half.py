@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ...collectives import AllReduce, Collective, Exchange, ReduceScatter, carried
+from ...errors import ConfigError
 from ...kernels import peaks
-from ..base import GradientExchange
+from ..base import Compressor, GradientExchange
 from ..context import Context
 from ..dense import NoCompression
+from .adasum import Adasum
 from .base import Wrapper
 
 __all__ = ["BF16", "FP16"]
@@ -25,6 +27,14 @@ class _Half(Wrapper):
 
     dtype: ClassVar[torch.dtype]
 
+    def __init__(self, inner: Compressor | None = None) -> None:
+        super().__init__(inner)
+        if any(isinstance(part, Adasum) for part in self.inner.parts()):
+            raise ConfigError(
+                f"{type(self).__name__} rounds what Adasum sends, and each rank combines it with a gradient of its own "
+                f"that is not rounded, so that ranks come apart: Adasum({self.dtype}) rounds both"
+            )
+
     def adds_up(self, kind: Hashable) -> bool:
         return self.inner.adds_up(kind)
 
@@ -32,7 +42,7 @@ class _Half(Wrapper):
         def rounded(collective: Collective) -> Exchange:
             message = collective.tensor
             if message.dtype not in WIDE:
-                return (yield collective)
+                return self._checked((yield collective), collective, ctx)
             size = {"world": ctx.size, "node": ctx.place.local_size}.get(collective.group)
             if isinstance(collective, AllReduce | ReduceScatter) and collective.op == "average" and size:
                 # divide before rounding, so that the sum over many ranks stays in range
@@ -43,12 +53,17 @@ class _Half(Wrapper):
             if message.shape not in buffers:
                 buffers[message.shape] = torch.empty(message.shape, dtype=self.dtype, device=message.device)
             collective.send(buffers[message.shape].copy_(message))
-            result = yield collective
-            if self.dtype == torch.float16 and isinstance(collective, AllReduce) and collective.group == "world":
-                ctx.checks.check_finite(peaks([result]))  # finite addends may exceed its range
+            result = self._checked((yield collective), collective, ctx)
             return message.copy_(result) if isinstance(collective, AllReduce) else result.to(message.dtype)
 
         return (yield from carried(self.inner.exchange(grad, ctx), rounded))
+
+    def _checked(self, result: Tensor, collective: Collective, ctx: Context) -> Tensor:
+        """Abort the step on all ranks if a sum exceeds float16: finite addends may."""
+        is_sum = isinstance(collective, AllReduce) and collective.op in ("sum", "average")
+        if is_sum and collective.group == "world" and result.dtype == self.dtype == torch.float16:
+            ctx.checks.check_finite(peaks([result]))
+        return result
 
     def payload_bytes(self, ctx: Context) -> int | None:
         if isinstance(self.inner, NoCompression):

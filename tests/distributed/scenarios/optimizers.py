@@ -329,6 +329,20 @@ def a_closure_without_a_loss(comm: Comm) -> None:
     assert_same_on_all_ranks(comm, mine.parameters, "a closure without a loss")
 
 
+def a_step_at_lr_0_after_no_sync(comm: Comm) -> None:
+    """Of all ranks, also where one's gradients are zeros, as in the step by which torch's checkpoints make state."""
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = dgcopt.DistributedOptimizer(torch.optim.SGD([param], lr=0.1), [("param", param)], comm=comm)
+    for lr in (0.1, 0.0, 0.1):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.zero_grad()
+        with optimizer.no_sync():  # type: ignore[attr-defined]
+            (param * (comm.rank if lr == 0 else 1)).sum().backward()
+        optimizer.step()
+    assert optimizer.telemetry.steps == 3  # type: ignore[attr-defined]
+    assert_same_on_all_ranks(comm, [param], "a step at lr 0")
+
+
 @only(wires=["torch"])
 def zero_redundancy_optimizer(comm: Comm) -> None:
     """Its own step tells the other ranks what each owner made of the mean: gradients travel in front of it."""
@@ -431,6 +445,7 @@ SCENARIOS |= {
         average_by_hand,
         a_closure_that_leaves_nothing_to_do,
         a_closure_without_a_loss,
+        a_step_at_lr_0_after_no_sync,
         zero_redundancy_optimizer,
         zero_redundancy_optimizer_loses_nothing,
     )

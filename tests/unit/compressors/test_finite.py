@@ -381,14 +381,24 @@ def test_weights_that_are_not_finite_are_an_error_of_the_next_step(name: str) ->
         assert str(error).startswith(f"rank {rank}, step 0: parameter '0.weight' holds NaN or Inf (1 of 6 parameters")
 
 
-def test_no_rank_takes_a_step_in_which_finite_gradients_exceed_float16() -> None:
-    ranks = Ranks(2, sgd, functools.partial(small_model, torch.float32), compression=dgcopt.FP16(), op="sum")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_no_rank_takes_a_step_in_which_finite_gradients_exceed_float16(dtype: torch.dtype) -> None:
+    ranks = Ranks(2, sgd, functools.partial(small_model, dtype), compression=dgcopt.FP16(), op="sum")
     before = kept(ranks, memory=False)
     set_gradients(ranks, 4e4)
     for optimizer in ranks.optimizers:
         optimizer.step()
     assert [optimizer.telemetry.skipped for optimizer in ranks.optimizers] == [1, 1]
     assert all(same(now, then) for now, then in zip(kept(ranks, memory=False), before, strict=True))
+
+
+def test_norms_of_chunks_stay_in_the_range_of_float16() -> None:
+    compressor = dgcopt.FP16(dgcopt.CSC(1.0, chunk=1024, warmup=None))
+    ranks = Ranks(4, sgd, functools.partial(small_model, torch.float32), compression=compressor)
+    set_gradients(ranks, 50.0)
+    for optimizer in ranks.optimizers:
+        optimizer.step()
+    assert [optimizer.telemetry.skipped for optimizer in ranks.optimizers] == [0] * 4
 
 
 def test_a_gradient_that_is_not_finite_is_no_error_while_weights_are() -> None:

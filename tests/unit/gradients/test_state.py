@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -169,3 +170,30 @@ def test_loaded_state_drops_a_change_of_the_compressor_that_is_due():
         optimizer.load_state_dict(optimizer.state_dict())
         assert not gradients.changes_compressor
     ranks.step(1)
+
+
+@pytest.mark.parametrize(("op", "factor"), [("average", 1.0), ("average", 4.0), ("sum", 1.0)])
+def test_momentum_goes_back_to_the_optimizer_after_a_warm_up(op: str, factor: float) -> None:
+    """At ratio 1 training is dense, before local steps and in them."""
+
+    def trained(compressor: dgcopt.Compressor) -> torch.Tensor:
+        generator, comms = torch.Generator().manual_seed(0), dgcopt.simulated_world(2)
+        params = [torch.nn.Parameter(torch.zeros(40)) for _ in comms]
+        optimizers: list[Any] = []
+        for param, comm in zip(params, comms, strict=True):
+            wrapped = dgcopt.DistributedOptimizer(
+                torch.optim.SGD([param], lr=0.1, momentum=0.9),
+                *([("p", param)], compressor),
+                **{"comm": comm, "op": op, "gradient_predivide_factor": factor},
+            )
+            optimizers.append(dgcopt.LocalSGD(every=100, warmup_steps=3).attach(wrapped))
+        for _ in range(6):
+            grad = torch.randn(40, generator=generator)
+            for param, optimizer in zip(params, optimizers, strict=True):
+                optimizer.zero_grad()
+                (param * grad).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return params[0].detach()
+
+    torch.testing.assert_close(trained(dgcopt.DGC(1.0)), trained(dgcopt.NoCompression()), rtol=0, atol=1e-5)

@@ -63,6 +63,7 @@ class Memory(Mapping[str, Tensor]):
         self._added: dict[str, Tensor] = {}
         self._kept: list[tuple[Mapping[str, Tensor | Shard], str, slice, Tensor]] = []
         self._unused: set[Segment] = set()
+        self._unstarted: dict[str, Sequence[Segment]] = {}
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
 
     # -- as of the last commit ---------------------------------------------------------------------------------------
@@ -96,9 +97,12 @@ class Memory(Mapping[str, Tensor]):
         """Statistics of a flat tensor per parameter."""
         return PerTensor(self.segments)
 
-    def put(self, kind: str, flat: Tensor) -> None:
-        """Set the current memory of a kind at once. Call it between exchanges, or `on_commit`."""
-        self._current[kind] = flat
+    def put(self, kind: str, flat: Tensor, unstarted: Sequence[Segment] = ()) -> None:
+        """Set the current memory of a kind at once. Call it between exchanges, or `on_commit`.
+
+        `unstarted` parameters have had no such memory yet: `hold` gives them their initial one.
+        """
+        self._current[kind], self._unstarted[kind] = flat, unstarted
 
     def take(self, kind: str) -> Tensor | None:
         """Remove and return the current memory of a kind at once; None if there is none."""
@@ -124,13 +128,14 @@ class Memory(Mapping[str, Tensor]):
         wanted = at_least_float32(self.dtype) if dtype is None else dtype
         if held is None:
             held = torch.zeros(self.numel, dtype=wanted, device=self.device)
-            for segment in self.segments:
-                value = None if start is None else start(segment)
-                if value is not None:
-                    segment.view(held).copy_(value)
-            self._current[kind] = held
+            self.put(kind, held, self.segments)
         elif held.dtype != wanted:  # loaded from a checkpoint
             held = self._current[kind] = held.to(wanted)
+        if start is not None:
+            for segment in self._unstarted.pop(kind, ()):
+                value = start(segment)
+                if value is not None:
+                    segment.view(held).copy_(value)
         return held
 
     def advance(

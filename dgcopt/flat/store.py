@@ -46,7 +46,7 @@ class Store:
                 flat = bucket.empty().to(held[0][1].dtype)
                 for segment, tensor in held:
                     segment.view(flat).copy_(tensor)
-                memory.put(kind, flat)
+                memory.put(kind, flat, [segment for segment in bucket.segments if segment.name not in by_name])
         self._adopted[bucket] = memory  # in both until `remove`; `release` would write the same again
         self.remove([segment.name for segment in bucket.segments])
         return memory

@@ -149,3 +149,32 @@ def test_a_rank_without_data_steps_frozen_layers_that_keep_their_gradient(make: 
             backward(0, seed)
             ranks.optimizers[0].step()
     ranks.assert_replicas_equal()
+
+
+@pytest.mark.parametrize("compressor", [dgcopt.DGC(1.0), dgcopt.CSC(1.0, chunk=64, warmup=None)], ids=["DGC", "CSC"])
+def test_momentum_is_taken_over_of_a_layer_that_is_unfrozen_beside_others(compressor: dgcopt.Compressor) -> None:
+    """SGD has stepped before it was wrapped; its buffer waits until the layer is trained again."""
+
+    def trained(compression: dgcopt.Compressor) -> list[torch.Tensor]:
+        generator, ranks = torch.Generator().manual_seed(0), []
+        for comm in dgcopt.simulated_world(2):
+            params = [torch.nn.Parameter(torch.zeros(70)) for _ in range(2)]
+            optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+            for param in params:
+                param.grad = torch.ones(70)
+            optimizer.step()
+            params[1].requires_grad = False
+            named = [(f"p{place}", param) for place, param in enumerate(params)]
+            ranks.append((params, dgcopt.DistributedOptimizer(optimizer, named, compression, comm=comm)))
+        for step in range(5):
+            grad = torch.randn(70, generator=generator)
+            for params, optimizer in ranks:
+                params[1].requires_grad = step >= 2
+                optimizer.zero_grad()
+                sum((param * grad).sum() for param in params if param.requires_grad).backward()
+            for _, optimizer in ranks:
+                optimizer.step()
+        return ranks[0][0]
+
+    for ours, theirs in zip(trained(compressor), trained(dgcopt.NoCompression()), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

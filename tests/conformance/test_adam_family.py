@@ -420,7 +420,7 @@ def test_momentum_may_travel_by_any_compressor() -> None:
     assert all(np.isfinite(weight).all() for weight in workers.weights())
 
 
-def test_a_parameter_used_after_the_warm_up_has_one_of_its_own() -> None:
+def test_a_parameter_used_after_the_warm_up_has_one_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     """Its variance is then Adam's own: in signs all elements would have one magnitude, and v would keep it."""
 
     def variance(compressor: Any) -> Tensor:
@@ -441,6 +441,8 @@ def test_a_parameter_used_after_the_warm_up_has_one_of_its_own() -> None:
 
     scale = 1 - 0.999**3
     torch.testing.assert_close(variance(dgcopt.OneBitAdam(3)), scale * 100.0 ** torch.linspace(-3, 1, 30))
+    told = [record.getMessage() for record in caplog.records if "requires_grad=False" in record.getMessage()]
+    assert len(told) == 2 and all("'b' had no gradient" in words for words in told), "once on each rank"
 
 
 def test_the_compressor_inside_is_a_copy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -23,6 +24,8 @@ from ..own_step import steps_as
 from ..wrappers.base import Wrapper
 
 __all__ = ["FrozenAdam"]
+
+log = logging.getLogger("dgcopt")
 
 
 class FrozenAdam(Wrapper):
@@ -57,6 +60,7 @@ class FrozenAdam(Wrapper):
             )
         self.warmup_steps = int(warmup_steps)
         self._optimizer: Optimizer | None = None
+        self._warned = False
         super().__init__(copy.deepcopy(inner))  # it is made to send gradients
 
     def _follow(self) -> None:
@@ -148,7 +152,16 @@ class FrozenAdam(Wrapper):
 
         One that was never used has not: v would be frozen from its first gradient, which only a dense one is fit for.
         """
-        return all(self._steps(segment.param) >= self.warmup_steps for segment in ctx.segments)
+        steps = [self._steps(segment.param) for segment in ctx.segments]
+        if max(steps) > self.warmup_steps and not min(steps) and not self._warned:
+            self._warned = True
+            unused = [segment.name for segment, taken in zip(ctx.segments, steps, strict=True) if not taken]
+            log.warning(
+                "dgcopt: rank %s: parameter(s) %s had no gradient in the warm-up of %s: their bucket is sent dense "
+                "until they have had %d. Set requires_grad=False where they are never used",
+                *(ctx.rank, ", ".join(map(repr, unused[:4])), type(self).__name__, self.warmup_steps),
+            )
+        return min(steps) >= self.warmup_steps
 
     def _steps(self, param: Tensor) -> int:
         return int(self._attached.state.get(as_stepped(param), {}).get("step", 0))

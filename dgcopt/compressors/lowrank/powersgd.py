@@ -18,6 +18,7 @@ from ...flat.memory import at_least_float32
 from ...kernels import put_product
 from ..base import Compressor, GradientExchange, Source
 from ..context import Context
+from ..dense import checked_sum
 
 __all__ = ["PowerSGD"]
 
@@ -103,7 +104,7 @@ class PowerSGD(Compressor):
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         if ctx.step < self.start_step:
-            return (yield AllReduce(grad, op=ctx.op))
+            return checked_sum((yield AllReduce(grad, op=ctx.op)), ctx)
         v = ctx.add_residual(grad) if self.error_feedback else grad.to(at_least_float32(grad.dtype))
         stacks, whole = self._plan(ctx)
         matrices, vectors = [stack.read(v) for stack in stacks], [v[span] for span in whole]

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ...collectives import AllReduce, Collective, Exchange, ReduceScatter, carried
 from ...errors import ConfigError
-from ...kernels import peaks
 from ..base import Compressor, GradientExchange
 from ..context import Context
-from ..dense import NoCompression
+from ..dense import NoCompression, checked_sum
 from .adasum import Adasum
 from .base import Wrapper
 
@@ -59,11 +58,9 @@ class _Half(Wrapper):
         return (yield from carried(self.inner.exchange(grad, ctx), rounded))
 
     def _checked(self, result: Tensor, collective: Collective, ctx: Context) -> Tensor:
-        """Abort the step on all ranks if a sum exceeds float16: finite addends may."""
+        """Return a result; abort the step on all ranks if it is a sum that exceeds float16."""
         is_sum = isinstance(collective, AllReduce) and collective.op in ("sum", "average")
-        if is_sum and collective.group == "world" and result.dtype == self.dtype == torch.float16:
-            ctx.checks.check_finite(peaks([result]))
-        return result
+        return checked_sum(result, ctx) if is_sum and collective.group == "world" else result
 
     def payload_bytes(self, ctx: Context) -> int | None:
         if isinstance(self.inner, NoCompression):

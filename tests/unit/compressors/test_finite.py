@@ -381,9 +381,19 @@ def test_weights_that_are_not_finite_are_an_error_of_the_next_step(name: str) ->
         assert str(error).startswith(f"rank {rank}, step 0: parameter '0.weight' holds NaN or Inf (1 of 6 parameters")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_no_rank_takes_a_step_in_which_finite_gradients_exceed_float16(dtype: torch.dtype) -> None:
-    ranks = Ranks(2, sgd, functools.partial(small_model, dtype), compression=dgcopt.FP16(), op="sum")
+@pytest.mark.parametrize(
+    ("compressor", "dtype"),
+    [
+        (dgcopt.FP16(), torch.float32),
+        (dgcopt.FP16(), torch.float16),
+        (dgcopt.BF16(), torch.float16),
+        (dgcopt.NoCompression(), torch.float16),
+        (dgcopt.PowerSGD(), torch.float16),
+    ],
+    ids=str,
+)
+def test_no_rank_takes_a_step_in_which_finite_gradients_exceed_float16(compressor: Any, dtype: torch.dtype) -> None:
+    ranks = Ranks(2, sgd, functools.partial(small_model, dtype), compression=compressor, op="sum")
     before = kept(ranks, memory=False)
     set_gradients(ranks, 4e4)
     for optimizer in ranks.optimizers:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..compressors import BF16, DGC, QSGD, ByteGrad, Compressor, Hierarchical, NoCompression, OneBit, PowerSGD
 from ..errors import ConfigError
-from .costs import Recipe, ddp_recipes, record_recipe
+from .costs import Recipe, conditions_of, ddp_recipes, record_recipe
 from .models import Model
 from .timeline import Timeline, break_even, fill_buckets, timeline
 from .wire import Network, Wire
@@ -18,6 +18,7 @@ __all__ = [
     "ACCURACY",
     "BASELINES",
     "CANDIDATES",
+    "HIERARCHICAL",
     "Prediction",
     "Setting",
     "check_allowed",
@@ -116,7 +117,8 @@ def recipes_of(
     bare = recorded or [record_recipe("", "", shapes, NoCompression(), sizes[:1], **settings)]
     step = min(min(recipe.low.step, recipe.high.step) for recipe in bare)
     own = {name: settings[name] for name in ("device", "before_step", "clock") if name in settings}
-    return [*ddp_recipes(shapes, step, **own), *recorded]
+    conditions = conditions_of(shapes, local_size, settings.get("device"))
+    return [replace(recipe, conditions=conditions) for recipe in (*ddp_recipes(shapes, step, **own), *recorded)]
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,8 @@ class Prediction:
         name, accuracy: see `Recipe`.
         seconds: of a step; `exposed`, of them beyond forward, backward and the bare optimizer's step.
         sent: bytes of a rank.
-        pays_below: bytes per second of the links below which it pays against overlapped bfloat16; None if it never
-            does or was not asked for, infinite if it always does.
+        pays_below: bytes per second of the links below which it pays against the faster of the allowed dense ones; None
+            if it never does or was not asked for, infinite if it always does.
     """
 
     name: str
@@ -168,20 +170,28 @@ class Prediction:
 
 
 def predict(
-    setting: Setting, recipes: Sequence[Recipe], latency: float | None = None, *, limits: bool = True
+    setting: Setting,
+    recipes: Sequence[Recipe],
+    latency: float | None = None,
+    *,
+    limits: bool = True,
+    allow: Collection[str] = ACCURACY,
 ) -> list[Prediction]:
     """Predict every exchange, fastest first.
 
     Args:
         setting: everything but the exchange.
-        recipes: the exchanges, overlapped bfloat16 among them.
+        recipes: the exchanges, both dense ones among them. Those among machines are left out if there is only one.
         latency: seconds of a link's smallest message, for the break-even bandwidth, which is of links on paper. None
             takes it from the setting's wire.
         limits: also compute break-even bandwidths, which takes a hundred times as long.
+        allow: accuracy classes of the dense exchanges that break-even bandwidths are of.
     """
-    dense = _named(DENSE, recipes)
+    dense = [recipe for recipe in (_named(name, recipes) for name in BASELINES) if recipe.accuracy in allow]
     found = []
     for recipe in recipes:
+        if recipe.name == HIERARCHICAL and setting.size <= setting.local_size:
+            continue
         step = setting.step(recipe)
         below = None
         if limits and recipe.name not in BASELINES and setting.size > 1:
@@ -199,15 +209,17 @@ def _named(name: str, recipes: Sequence[Recipe]) -> Recipe:
     return found
 
 
-def _break_even(setting: Setting, recipe: Recipe, dense: Recipe, latency: float | None) -> float | None:
-    """Return the bytes per second of links below which an exchange pays."""
+def _break_even(setting: Setting, recipe: Recipe, dense: Sequence[Recipe], latency: float | None) -> float | None:
+    """Return the bytes per second of links below which an exchange pays against the fastest dense one."""
     alpha = setting.wire.cost("SendRecv", 4, 2).latency if latency is None else latency
     algorithm = setting.wire.algorithm if isinstance(setting.wire, Network) else "ring"
 
     def at(one: Recipe, bandwidth: float) -> float:
         return setting.step(one, Network(alpha, bandwidth, setting.local_size, algorithm=algorithm)).seconds
 
-    return break_even(lambda bandwidth: at(recipe, bandwidth), lambda bandwidth: MARGIN * at(dense, bandwidth))
+    return break_even(
+        lambda bandwidth: at(recipe, bandwidth), lambda bandwidth: MARGIN * min(at(one, bandwidth) for one in dense)
+    )
 
 
 def local_steps(setting: Setting, recipes: Sequence[Recipe], every: Sequence[int] = (10, 50)) -> str:
@@ -230,9 +242,8 @@ def recommend(predictions: Sequence[Prediction], allow: Collection[str] = ACCURA
     """
     check_allowed(allow)
     allowed = [one for one in predictions if one.accuracy in allow]
-    dense = [one for one in allowed if one.name in BASELINES]
     best = min(allowed, key=lambda one: one.seconds)
-    plain = min(dense, key=lambda one: one.seconds)
+    plain = _fastest_dense(predictions, allow)
     if best.name in BASELINES or best.seconds > MARGIN * plain.seconds:
         others = [one for one in allowed if one.name not in BASELINES]
         limit = max((one.pays_below for one in others if one.pays_below is not None), default=0.0)
@@ -250,17 +261,23 @@ def recommend(predictions: Sequence[Prediction], allow: Collection[str] = ACCURA
     return best, line + "."
 
 
-def table(predictions: Sequence[Prediction]) -> str:
-    """Return a line for each exchange, fastest first."""
+def _fastest_dense(predictions: Sequence[Prediction], allow: Collection[str]) -> Prediction:
+    """Return the dense exchange that others are compared with."""
+    dense = [one for one in predictions if one.name in BASELINES and one.accuracy in allow]
+    return min(dense, key=lambda one: one.seconds)
+
+
+def table(predictions: Sequence[Prediction], allow: Collection[str] = ACCURACY) -> str:
+    """Return a line for each exchange, fastest first; the fastest dense one allowed is what they are compared with."""
     width = max(len(one.name) for one in predictions)
-    dense = next(one.seconds for one in predictions if one.name == DENSE)
-    lines = [f"{'exchange':{width}}  {'accuracy':8} {'s per step':>10} {'exposed s':>10} {'vs DDP bf16':>11} "
+    dense = _fastest_dense(predictions, allow)
+    lines = [f"{'exchange':{width}}  {'accuracy':8} {'s per step':>10} {'exposed s':>10} {'vs ' + dense.name:>11} "
              f"{'bytes sent':>14}  pays below"]  # fmt: skip
     for one in predictions:
         below = "" if one.name in BASELINES else "never" if one.pays_below is None else rate(one.pays_below)
         lines.append(
             f"{one.name:{width}}  {one.accuracy:8} {one.seconds:10.4f} {one.exposed:10.4f} "
-            f"{one.seconds / dense:10.2f}x {one.sent:14,.0f}  {below}"
+            f"{one.seconds / dense.seconds:10.2f}x {one.sent:14,.0f}  {below}"
         )
     return "\n".join(lines)
 

@@ -24,6 +24,7 @@ from .advise import (
     ACCURACY,
     BASELINES,
     CANDIDATES,
+    HIERARCHICAL,
     Prediction,
     Setting,
     check_allowed,
@@ -34,7 +35,7 @@ from .advise import (
     recommend,
     table,
 )
-from .costs import Recipe, load_recipes, save_recipes
+from .costs import Recipe, conditions_of, load_recipes, save_recipes
 from .doctor import Diagnosis, diagnose, profile_model
 from .models import Model, load_model, model_on_paper
 from .plot import plot_regions
@@ -210,11 +211,11 @@ def _advise(arguments: argparse.Namespace) -> int:
     )
     recipes = _recipes(arguments, model, device)
     setting = Setting(model, arguments.ranks, network, arguments.local_ranks, speed)
-    predictions = predict(setting, recipes, arguments.latency)
+    predictions = predict(setting, recipes, arguments.latency, allow=arguments.allow)
     print(
         f"{model.name}: {model.numel:,} parameters in {len(model.shapes)} tensors; {arguments.ranks} ranks\n"
         f"forward and backward {model.seconds:.4g} s: {model.source or 'by --step'}\n"
-        f"{why}\n\n{table(predictions)}\n\n{local_steps(setting, recipes)}\n"
+        f"{why}\n\n{table(predictions, arguments.allow)}\n\n{local_steps(setting, recipes)}\n"
         f"{recommend(predictions, arguments.allow)[1]}"
     )
     if arguments.json is not None:
@@ -291,6 +292,7 @@ def _diagnosed(
         name,
         profile,
         names=arguments.candidates,
+        allow=arguments.allow,
         seconds=arguments.seconds,
         deadline=arguments.deadline,
         device=device,
@@ -305,7 +307,7 @@ def diagnosis(found: Diagnosis, size: int, nodes: int, allow: Sequence[str]) -> 
     return (
         f"{found.model.name}: {found.model.numel:,} parameters; {size} ranks on {nodes} machine(s)\n"
         f"forward and backward {found.model.seconds:.4f} s; {dense.name} exposes {dense.exposed:.4f} s of "
-        f"communication\n\n{table(found.predictions)}\n\n{found.local_steps}\n"
+        f"communication\n\n{table(found.predictions, allow)}\n\n{found.local_steps}\n"
         f"{recommend(found.predictions, allow)[1]}"
     )
 
@@ -357,21 +359,28 @@ def memory_speed(device: torch.device, repeats: int = 5, clock: Callable[[], flo
 
 def _recipes(arguments: argparse.Namespace, model: Model, device: torch.device) -> list[Recipe]:
     """Return recorded costs from a file, or record them on this machine."""
+    local, wanted = arguments.local_ranks, arguments.candidates
+    if arguments.ranks <= local and HIERARCHICAL in (wanted or ()):
+        raise ConfigError(
+            f"candidate {HIERARCHICAL!r} needs several machines, and all --ranks {arguments.ranks} are on one of "
+            f"--local-ranks {local}: leave it out, or give fewer --local-ranks"
+        )
     if arguments.costs is not None:
         known = load_recipes(arguments.costs)
         if model.name not in known:
             raise ConfigError(
                 f"{arguments.costs} has the costs of {', '.join(known) or 'no model'}, not of {model.name}"
             )
-        wanted = arguments.candidates
         recorded = [one.name for one in known[model.name]]
         if missing := [name for name in wanted or () if name not in recorded]:
             raise ConfigError(f"{arguments.costs} has no costs of {', '.join(missing)}: it has {', '.join(recorded)}")
+        _check_conditions(arguments, model, device, known[model.name])
         return [one for one in known[model.name] if wanted is None or one.name in (*BASELINES, *wanted)]
-    local = arguments.local_ranks
+    if wanted is None and arguments.ranks <= local:
+        wanted = [*CANDIDATES]
     recipes = recipes_of(
         model.shapes,
-        arguments.candidates,
+        wanted,
         (2 * local, 4 * local) if local > 1 else (2, 4),
         local,
         link=Link(arguments.latency, arguments.link),
@@ -381,6 +390,23 @@ def _recipes(arguments: argparse.Namespace, model: Model, device: torch.device) 
     if arguments.save_costs is not None:
         save_recipes({model.name: recipes}, arguments.save_costs)
     return recipes
+
+
+def _check_conditions(
+    arguments: argparse.Namespace, model: Model, device: torch.device, recipes: Sequence[Recipe]
+) -> None:
+    """Raise ConfigError for costs of other parameters, machines or devices than those given."""
+    here = conditions_of(model.shapes, arguments.local_ranks, device)
+    again = "Record them anew, with --save-costs in place of --costs"
+    for recipe in recipes:
+        if recipe.conditions is None:
+            raise ConfigError(
+                f"{arguments.costs} does not say with which parameters, --local-ranks and device the costs of "
+                f"{model.name} were recorded, as files of earlier versions do not. {again}"
+            )
+        if recipe.conditions != here:
+            differ = here.differences(recipe.conditions)
+            raise ConfigError(f"{arguments.costs} has costs of {model.name} under other conditions: {differ}. {again}")
 
 
 def _write(path: Path, text: str) -> None:

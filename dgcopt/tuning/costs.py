@@ -8,6 +8,7 @@ import json
 import math
 import re
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,18 @@ from ..gradients.settings import Settings
 from .timeline import Method, Round
 from .wire import HALF
 
-__all__ = ["Recipe", "Recording", "ddp_recipes", "echo", "load_recipes", "record", "record_recipe", "save_recipes"]
+__all__ = [
+    "Conditions",
+    "Recipe",
+    "Recording",
+    "conditions_of",
+    "ddp_recipes",
+    "echo",
+    "load_recipes",
+    "record",
+    "record_recipe",
+    "save_recipes",
+]
 
 LR = 1e-6
 """Learning rate of recorded steps."""
@@ -297,6 +309,40 @@ def _bare(
 
 
 @dataclass(frozen=True)
+class Conditions:
+    """Everything but the exchange on which recorded costs depend.
+
+    Attributes:
+        parameters: CRC-32 of names and shapes, in the order of the model.
+        local_size: ranks of a machine.
+        device: that has recorded, with the number of its threads if it is a CPU.
+    """
+
+    parameters: int
+    local_size: int
+    device: str
+
+    def differences(self, other: Conditions) -> str:
+        """Return the differences of other conditions in words."""
+        found = ["names, shapes or order of parameters differ"] if other.parameters != self.parameters else []
+        if other.local_size != self.local_size:
+            found.append(f"--local-ranks is {other.local_size} there and {self.local_size} here")
+        if other.device != self.device:
+            found.append(f"the device is {other.device} there and {self.device} here")
+        return ", ".join(found)
+
+
+def conditions_of(
+    shapes: Mapping[str, tuple[int, ...]], local_size: int, device: torch.device | None = None
+) -> Conditions:
+    """Return the conditions of costs that are recorded here, in this process."""
+    parameters = zlib.crc32(json.dumps([(name, [*shape]) for name, shape in shapes.items()]).encode())
+    if device is not None and device.type == "cuda":
+        return Conditions(parameters, local_size, torch.cuda.get_device_name(device))
+    return Conditions(parameters, local_size, f"a CPU with {torch.get_num_threads()} thread(s)")
+
+
+@dataclass(frozen=True)
 class Recipe:
     """An exchange on a model at any number of ranks: bytes `a + b / N`, seconds `a + b N`, from two recordings.
 
@@ -307,6 +353,7 @@ class Recipe:
         accuracy: "exact", "rounded", "delayed" (error feedback), or "lossy".
         bucket_mb, first_bucket_mb: megabytes of a bucket, and of the first one.
         low, high: recordings among the fewest ranks and among the most.
+        conditions: of the recordings; None if they are not known, as in files of earlier versions.
     """
 
     name: str
@@ -317,6 +364,7 @@ class Recipe:
     first_bucket_mb: float
     low: Recording
     high: Recording
+    conditions: Conditions | None = None
 
     def method(self, size: int, speed: float = 1.0) -> Method:
         """Return the exchange among `size` ranks, on a processor `speed` times as fast as the one recorded."""
@@ -426,6 +474,8 @@ def load_recipes(path: Path) -> dict[str, list[Recipe]]:
                 nbytes = [each.nbytes for place in rounds for each in place]
                 if not all(map(math.isfinite, [one.size, one.encode, *one.decode, one.votes, one.step, *nbytes])):
                     raise ValueError(f"numbers of {row['name']} are not finite")
+            if row.get("conditions") is not None:
+                row["conditions"] = Conditions(**row["conditions"])
         return {model: [Recipe(**row) for row in rows] for model, rows in content.items()}
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error

@@ -15,7 +15,17 @@ from ..collectives import AllGather, AllReduce, Barrier, Link
 from ..comm import Comm
 from ..errors import ConfigError, MismatchError
 from . import clock
-from .advise import BASELINES, CANDIDATES, Prediction, Setting, check_candidates, local_steps, predict, recipes_of
+from .advise import (
+    ACCURACY,
+    BASELINES,
+    CANDIDATES,
+    Prediction,
+    Setting,
+    check_candidates,
+    local_steps,
+    predict,
+    recipes_of,
+)
 from .costs import Recipe, Recording
 from .models import Model, tensors_of
 from .probe import probe
@@ -115,6 +125,7 @@ def diagnose(
     profile: Profile,
     *,
     names: Collection[str] | None = None,
+    allow: Collection[str] = ACCURACY,
     seconds: float = 8.0,
     deadline: float = 60.0,
     device: torch.device | None = None,
@@ -127,6 +138,7 @@ def diagnose(
         name: of the model.
         profile: this rank's step without exchange; ranks take the mean.
         names: candidates, see `recipes_of`.
+        allow: accuracy classes, see `predict`.
         seconds, deadline: of the probe.
         device: where gradients are; the CPU by default.
         before: called with each name before it is recorded.
@@ -162,4 +174,4 @@ def diagnose(
     )
     recipes = [_mean_recipe(recipe, comm) for recipe in recorded]
     setting = Setting(model, comm.size, wire, local_size)
-    return Diagnosis(model, wire, recipes, predict(setting, recipes), local_steps(setting, recipes))
+    return Diagnosis(model, wire, recipes, predict(setting, recipes, allow=allow), local_steps(setting, recipes))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from dgcopt import ConfigError
 from dgcopt.__main__ import main
@@ -79,6 +80,36 @@ def test_compression_pays_below_its_break_even_bandwidth_and_loses_above() -> No
     fast = predict(Setting(toy(), 4, Network(1e-6, 1e12)), RECIPES)
     assert recommend(fast)[0].name.startswith("DDP")
     assert all(one.pays_below is None for one in predict(slow, RECIPES, limits=False))
+
+
+def test_the_sentence_the_table_and_the_limit_compare_with_the_fastest_dense_exchange_that_is_allowed() -> None:
+    """8 MB in float32 take twice as long as in bfloat16, so more bandwidths lie below the limit against them."""
+    slow = Setting(toy(), 4, Network(1e-4, 12.5e6))
+    small = replace(recipe("small", "AllReduce", 4e4, 0.0, "delayed"))
+    recipes = [*RECIPES[:2], small]
+    limits = {}
+    for allow, dense in ((("exact", "delayed"), "DDP fp32"), (("rounded", "delayed"), "DDP bf16")):
+        found = predict(slow, recipes, allow=allow)
+        seconds = {one.name: one.seconds for one in found}
+        ratio = seconds["small"] / seconds[dense]
+        (limits[dense],) = [one.pays_below for one in found if one.name == "small"]
+        line = recommend(found, allow)[1]
+        assert f"{1 / ratio:.2f} times as fast as {dense}; pays below {rate(limits[dense])}." in line
+        lines = table(found, allow).splitlines()
+        assert f" vs {dense} " in lines[0] and f" {ratio:.2f}x " in lines[1]
+        there = Setting(toy(), 4, Network(1e-4, 0.99 * limits[dense]))
+        seconds = {one.name: one.seconds for one in predict(there, recipes, limits=False)}
+        assert seconds["small"] == pytest.approx(0.95 * seconds[dense], rel=0.01)
+    assert limits["DDP fp32"] > 1.5 * limits["DDP bf16"]
+    (both,) = [one.pays_below for one in predict(slow, recipes) if one.name == "small"]
+    assert both == pytest.approx(limits["DDP bf16"])
+
+
+def test_on_one_machine_nothing_is_exchanged_among_machines() -> None:
+    recipes = [*RECIPES, recipe("Hierarchical(BF16())", HALF, 4e6, 0.0)]
+    for size, has_it in ((2, False), (4, False), (8, True)):
+        found = predict(Setting(toy(), size, Network(1e-4, 12.5e6, 4), 4), recipes, limits=False)
+        assert ("Hierarchical(BF16())" in {one.name for one in found}) is has_it
 
 
 def test_local_steps_pay_an_exchange_that_overlaps_nothing_once_in_a_round() -> None:
@@ -266,6 +297,67 @@ def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "has the costs of toy, not of resnet50" in done.stderr
+
+
+def test_costs_of_other_conditions_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model is known by its name alone, which says nothing of its parameters."""
+    (tmp_path / "costed_model.py").write_text(
+        "from torch import nn\nnet = lambda: nn.Linear(*sizes)\nsizes = [30, 20]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "costs.json"
+    words = ["--ranks", "8", "--link", "1gbit", "--model", "costed_model:net", "--step", "0.05"]
+    some = ["--candidates", "BF16()", "Hierarchical(BF16())"]
+    assert advise(*words, "--local-ranks", "2", *some, "--save-costs", str(path)) == 0
+    costs = ["--costs", str(path)]
+    assert advise(*words, "--local-ranks", "2", *costs) == 0
+    capsys.readouterr()
+
+    def refused(said: str, *more: str) -> None:
+        assert advise(*words, *costs, *(more or ("--local-ranks", "2"))) == 2
+        err = capsys.readouterr().err
+        assert said in err and "Record them anew, with --save-costs in place of --costs" in err, err
+
+    refused("conditions: --local-ranks is 2 there and 4 here. Record", "--local-ranks", "4")
+    threads = torch.get_num_threads()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: threads + 1)
+        refused(f"conditions: the device is a CPU with {threads} thread(s) there and ")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["costed_model"], "sizes", [60, 10])  # as many elements
+        refused("conditions: names, shapes or order of parameters differ. Record")
+    content = json.loads(path.read_text())
+    for one in content["costed_model:net"]:
+        del one["conditions"]
+    path.write_text(json.dumps(content))
+    refused(
+        "costs.json does not say with which parameters, --local-ranks and device the costs of costed_model:net were"
+    )
+
+
+def test_a_single_machine_records_nothing_that_machines_exchange(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [
+        "--ranks",
+        "2",
+        "--local-ranks",
+        "2",
+        "--link",
+        "1gbit",
+        "--model",
+        "torch.nn:Linear(20, 10)",
+        "--step",
+        "1",
+    ]
+    monkeypatch.setattr("dgcopt.tuning.commands.CANDIDATES", ["BF16()"])
+    assert advise(*words) == 0
+    done = capsys.readouterr()
+    assert "BF16()" in done.out and "Hierarchical" not in done.out + done.err
+    assert advise(*words, "--candidates", "Hierarchical(BF16())") == 2
+    assert "needs several machines, and all --ranks 2 are on one of --local-ranks 2" in capsys.readouterr().err
 
 
 def test_an_unknown_candidate_is_refused_with_recorded_costs_too(

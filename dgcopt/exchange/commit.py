@@ -21,7 +21,8 @@ from ..collectives import everyone
 from ..comm import Comm
 from ..compressors import Context
 from ..errors import InterruptedStep
-from ..flat.gradient import SparseSum, values_of
+from ..flat.gradient import GradientBucket, SparseSum, values_of
+from ..flat.memory import Absorbed
 from ..kernels import peaks
 from .scheduler import PendingExchange
 from .telemetry import Telemetry
@@ -37,6 +38,7 @@ __all__ = [
     "interrupted",
     "prepare_gradients",
     "prepare_memory",
+    "rollback_memory",
 ]
 
 Write = Callable[[], None]
@@ -161,6 +163,16 @@ def commit_memory(finished: Sequence[FinishedExchange], telemetry: Telemetry) ->
             one.context.commit()
             telemetry.count(one.context.tally)
             one.context.tally.clear()
+
+
+def rollback_memory(contexts: Iterable[tuple[GradientBucket, Context]], marker: CommitMarker) -> None:
+    """Return memory to the last commit, and clear gradients that it has already absorbed."""
+    for bucket, context in contexts:
+        if context.memory.absorbed is Absorbed.WHOLLY:
+            bucket.clear_gradients()
+        elif context.memory.absorbed is Absorbed.PARTLY:
+            marker.begin("memory")
+        context.rollback()
 
 
 def commit_gradients(writes: Sequence[Write]) -> None:

@@ -13,14 +13,13 @@ from ..collectives import AllReduce
 from ..compressors import GradientExchange
 from ..compressors.sparse.rows import gather_rows
 from ..errors import ConfigError, MismatchError
-from ..exchange.commit import FinishedExchange, Write
+from ..exchange.commit import FinishedExchange, Write, rollback_memory
 from ..exchange.flush import flush_residuals
 from ..exchange.participation import Participation
 from ..exchange.runner import Job
 from ..exchange.scheduler import CollectiveScheduler, PendingExchange, exchange_of
 from ..flat.gradient import GradientBucket, SparseSum, copy_shared_gradients
 from ..flat.local_shard import LocalShard
-from ..flat.memory import Absorbed
 from .layout import Layout
 from .settings import Settings
 from .tracker import GradientTracker
@@ -281,12 +280,7 @@ class OutgoingBuckets:
 
     def rollback(self) -> None:
         """Return memory to the last commit, and clear gradients that it has already absorbed."""
-        for bucket, context in self.layout.contexts.items():
-            if context.memory.absorbed is Absorbed.WHOLLY:
-                bucket.clear_gradients()
-            elif context.memory.absorbed is Absorbed.PARTLY:
-                self.wrapped.commit.begin("memory")
-            context.rollback()
+        rollback_memory(self.layout.contexts.items(), self.wrapped.commit)
 
     def finished(self, used: Sequence[bool] | None) -> list[FinishedExchange]:
         """Return the finished exchanges, each with the place to write its result."""

@@ -133,11 +133,6 @@ class HookMemory:
 
     # -- within a step -----------------------------------------------------------------------------------------------
 
-    def rollback(self) -> None:
-        """Return all memory to the last commit."""
-        for context in self.contexts.values():
-            context.rollback()
-
     def count_step(self) -> None:
         """Count a step that was committed."""
         self.step += 1

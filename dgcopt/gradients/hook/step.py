@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...compressors.sparse.rows import gather_rows
 from ...errors import PayloadError
-from ...exchange.commit import CommitMarker, FinishedExchange, Write
+from ...exchange.commit import CommitMarker, FinishedExchange, Write, rollback_memory
 from ...exchange.runner import Job, describe_in_flight
 from ...exchange.scheduler import CollectiveScheduler, PendingExchange, exchange_of
 from ...exchange.step import Aborted, Description, Step
@@ -221,7 +221,7 @@ class HookStep(Step):
         return FinishedExchange(pending, context, None if all(used) else used, prepare, numel)
 
     def rollback(self) -> None:
-        self._memory.rollback()
+        rollback_memory(((part.bucket, context) for part, context in self._memory.contexts.items()), self.marker)
 
     def committed(self, finished: Sequence[FinishedExchange]) -> None:
         self.scheduler.count_step(sum(each.numel for each in finished))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dgcopt
+from dgcopt.gradients.hook.bucket import Part
 from dgcopt.gradients.hook.ddp import HookState
-from tests.support.worlds import small_batch, small_model
+from tests.support.worlds import bucket_of, context_of, small_batch, small_model
 
 
 @pytest.fixture
@@ -115,3 +116,21 @@ def test_a_state_that_was_stored_before_training_keeps_its_settings() -> None:
     again, same = dgcopt.ddp_hook(pickle.loads(pickle.dumps(state)))
     assert repr(again.compressor) == repr(state.compressor) and same is hook
     assert again.state_dict() == state.state_dict()
+
+
+def test_memory_of_a_failed_step_has_absorbed_its_gradient_or_is_between_two_steps() -> None:
+    state, _ = dgcopt.ddp_hook(dgcopt.DGC(0.1), comm=dgcopt.simulated_world(2)[0])
+    bucket = bucket_of([nn.Parameter(torch.zeros(8, 8))])
+    part, context = Part(bucket, [0], takes_sums=True), context_of(bucket, 0, 2)
+    state._memory.contexts[part] = context
+    param = bucket.segments[0].param
+    param.grad = torch.ones(8, 8)
+    with context.memory.absorbing():
+        pass
+    state._step.fail()
+    assert not param.grad.any(), "memory has it"
+    with suppress(MemoryError), context.memory.absorbing():
+        raise MemoryError
+    state._step.fail()
+    with pytest.raises(dgcopt.InterruptedStep, match="while memory took"):
+        state.state_dict()

@@ -201,7 +201,7 @@ def plan(args: argparse.Namespace, here: Here) -> list[Command]:
     if not ranks:
         raise ConfigError("say how many ranks: -np N, or -H HOST:N,...")
     most = max((host.slots for host in hosts), default=ranks)
-    if launcher == "srun":
+    if launcher == "srun" and not hosts:
         most = -(-ranks // _number(here, "SLURM_NNODES", 1))
     return _BUILD[launcher](args, here, ranks, hosts, _environment(args, here, min(most, ranks)))
 
@@ -276,15 +276,16 @@ def _torchrun(
     more += args.program
     if args.nnodes:
         place = ["--nnodes", _range(args.nnodes), "--nproc-per-node", str(ranks)]
-        endpoint = _endpoint(args.rdzv_endpoint or "") if args.rdzv_endpoint or args.nnodes not in ("1", "1:1") else ""
-        if args.nnodes not in ("1", "1:1"):
+        if args.rdzv_endpoint or args.nnodes not in ("1", "1:1"):
+            endpoint = _endpoint(args.rdzv_endpoint or "")
             place += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "dgcopt"]
         else:
             place = ["--standalone", "--nproc-per-node", str(ranks)]
         return [Command((*run, *place, *more), env)]
     if args.np is None and not hosts:  # the variables have the number
         return [Command((*run, *more), env)]
-    if len(hosts) < 2 and all(host.name in here.names for host in hosts):
+    is_here = len(hosts) == 1 and hosts[0].name in here.names and not args.rdzv_endpoint
+    if not hosts or is_here:
         return [Command((*run, "--standalone", "--nproc-per-node", str(ranks), *more), env)]
     first, port = hosts[0].name, PORT
     if args.rdzv_endpoint:
@@ -292,18 +293,23 @@ def _torchrun(
         port = int(number)
     if len(hosts) > 1 and first in ("localhost", "127.0.0.1"):
         raise ConfigError(f"other machines cannot reach this one as {first}: name it as they know it, in -H, first")
-    shares = []
-    for host in hosts:
-        if ranks > 0:
-            shares.append((host.name, min(host.slots, ranks)))
-            ranks -= host.slots
-    commands = []
+    commands, shares = [], _shares(hosts, ranks)
     for place_, (name, share) in enumerate(shares):
         nodes = ["--nnodes", str(len(shares)), "--node-rank", str(place_), "--nproc-per-node", str(share)]
         words = [*run, *nodes, "--master-addr", first, "--master-port", str(port), *more]
         local = Command(tuple(words), env)
         commands.append(local if name in here.names else _over_ssh(name, local, args, here))
     return commands
+
+
+def _shares(hosts: Sequence[Host], ranks: int) -> list[tuple[str, int]]:
+    """Return the machines that are needed, in order, and the number of ranks on each."""
+    shares = []
+    for host in hosts:
+        if ranks > 0:
+            shares.append((host.name, min(host.slots, ranks)))
+            ranks -= host.slots
+    return shares
 
 
 def _over_ssh(host: str, command: Command, args: argparse.Namespace, here: Here) -> Command:
@@ -350,7 +356,9 @@ def _srun(args: argparse.Namespace, here: Here, ranks: int, hosts: list[Host], e
     if "SLURM_JOB_ID" not in here.env and not args.dry_run:
         raise ConfigError("srun wants an allocation of Slurm: put this command in a script for sbatch, or run salloc")
     words = [here.find("srun"), "--ntasks", str(ranks), "--label", "--kill-on-bad-exit=1"]
-    words += ["--nodelist", ",".join(host.name for host in hosts)] if hosts else []
+    if hosts:  # a machine is named once for each of its ranks
+        names = [name for name, share in _shares(hosts, ranks) for _ in range(share)]
+        words += ["--distribution", "arbitrary", "--nodelist", ",".join(names)]
     return [Command((*words, *_more(args), *_script(args, here)), env)]
 
 

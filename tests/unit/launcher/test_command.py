@@ -111,6 +111,22 @@ TABLE = {
         "--tag-output -H a:2,b:2 --mca btl_tcp_if_include eth0 --mca oob_tcp_if_include eth0 -x OMP_NUM_THREADS "
         "-x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME -x PATH PY train.py"
     ],
+    "--launcher srun --dry-run -H a:1,b:3 train.py": [
+        "env OMP_NUM_THREADS=2 srun --ntasks 4 --label --kill-on-bad-exit=1 --distribution arbitrary "
+        "--nodelist a,b,b,b PY train.py"
+    ],
+    "--launcher srun --dry-run -np 3 -H a:2,b:4,c:4 train.py": [
+        "env OMP_NUM_THREADS=2 srun --ntasks 3 --label --kill-on-bad-exit=1 --distribution arbitrary "
+        "--nodelist a,a,b PY train.py"
+    ],
+    "-np 2 --nnodes 1 --rdzv-endpoint node1:29400 train.py": [
+        f"{LOG.format(4)} {RUN} --nnodes 1 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node1:29400 "
+        "--rdzv-id dgcopt --tee 3 train.py"
+    ],
+    "-H localhost:2 --rdzv-endpoint localhost:29400 train.py": [
+        f"{LOG.format(4)} {RUN} --nnodes 1 --node-rank 0 --nproc-per-node 2 --master-addr localhost "
+        "--master-port 29400 --tee 3 train.py"
+    ],
     "--launcher srun --dry-run -np 4 train.py": [
         "env OMP_NUM_THREADS=2 srun --ntasks 4 --label --kill-on-bad-exit=1 PY train.py"
     ],

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..collectives import AllReduce
+from ..collectives import AllReduce, Exchange
 from ..comm import Comm
 from ..compressors import Adasum, Compressor
 from ..errors import ConfigError
@@ -399,9 +399,9 @@ class Stepping:
             is_loss = isinstance(loss, float | int) or (isinstance(loss, Tensor) and loss.numel() == 1)
             value = torch.as_tensor(loss if is_loss else 0.0, dtype=torch.float64).detach().reshape(1)
             pair = torch.cat([value, torch.full_like(value, is_loss)])
-            pair = self.comm.run(AllReduce(self.comm.to_wire(pair), op="sum", label="loss"))
-            if self.comm.size_of("replica") > 1:  # whose ranks have other data each
-                pair = self.comm.run(AllReduce(pair, op="sum", group="replica", label="loss over shards"))
+            if self.engine is not None:
+                scheduler = self.engine.runner.scheduler
+                pair = scheduler.drive(scheduler.through(_total_loss(self.comm.to_wire(pair), self.comm)))
             if is_loss:
                 mean = pair[0] / pair[1]
                 loss = mean.reshape(loss.shape).to(loss) if isinstance(loss, Tensor) else float(mean)
@@ -471,6 +471,14 @@ class Stepping:
         self._uses_gradients = False
         if self.comm.copy_every and not failed:
             self.copy_residual()
+
+
+def _total_loss(pair: Tensor, comm: Comm) -> Exchange:
+    """Return the sums over all ranks of losses, and of the ranks that have one."""
+    pair = yield AllReduce(pair, op="sum", label="loss")
+    if comm.size_of("replica") > 1:  # whose ranks have other data each
+        pair = yield AllReduce(pair, op="sum", group="replica", label="loss over shards")
+    return pair
 
 
 class _Done(Exception):

@@ -256,7 +256,7 @@ class Wrapped:
         updated = self.updated()
         among = {*map(as_stepped, updated)}.intersection(map(as_stepped, exchanged))
         for group in self.optimizer.param_groups:
-            kept = 1 - float(group["lr"]) * float(group["weight_decay"]) if _decays_apart(group) else 1.0
+            kept = 1 - group["lr"] * group["weight_decay"] if _decays_apart(group) else 1.0
             for param in group["params"]:
                 if param in among and param.grad is not None:
                     param.data.mul_(kept).add_(param.grad)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
 import dgcopt
 from tests.support.waits import Waits, as_on_cuda
@@ -82,3 +82,17 @@ def test_waiting_reads_are_counted():
             assert len(waits.found) == before + 1
         y.cpu().tolist()
         assert len(waits.found) == before + 2
+
+
+def test_weight_decay_apart_from_updates_does_not_wait_for_the_learning_rate():
+    rates = [torch.tensor(0.01) for _ in range(2)]
+    left = iter(rates)
+    ranks = Ranks(2, lambda p: AdamW(p, lr=next(left), weight_decay=0.1), compression=dgcopt.TopK(0.5))
+    ranks.step()
+    for optimizer in ranks.optimizers:
+        optimizer.zero_grad()
+    ranks.backward(1)
+    with Waits(rates) as waits:
+        for optimizer in ranks.optimizers:
+            optimizer.step()
+    assert not [found for found in waits.found if " at gradients/wrapped.py" in found], "\n".join(waits.found)

@@ -327,6 +327,15 @@ def a_closure_without_a_loss(comm: Comm) -> None:
 
     assert mine.optimizer.step(closure) == (comm.size / 2 if comm.rank else None)  # type: ignore[arg-type]
     assert_same_on_all_ranks(comm, mine.parameters, "a closure without a loss")
+    closure()
+    mine.optimizer.step()
+    one, telemetry = mine.optimizer.step, mine.optimizer.telemetry  # type: ignore[attr-defined]
+    before = telemetry.payload_bytes
+    closure()
+    one()
+    without = telemetry.payload_bytes - before
+    one(closure)  # type: ignore[arg-type]
+    assert telemetry.payload_bytes - before - without == without + 16, "the loss is counted too"
 
 
 def a_step_at_lr_0_after_no_sync(comm: Comm) -> None:

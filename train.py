@@ -40,12 +40,14 @@ try:
     from dgcopt.flat.optimizer_state import STATE_KEY
     from dgcopt.tasks.checkpointed import RandomNumbers, Scaler
     from dgcopt.tasks.checks import (
+        COUNTED,
         GivenSettings,
         building,
         check_optimizer,
         check_run,
         check_settings,
         fitting,
+        print_changed,
         scheduling,
         writing,
     )
@@ -141,6 +143,7 @@ class Trainer:
             raise dgcopt.ConfigError("ReduceLROnPlateau follows the test loss, so scheduler_interval must be epoch")
         self.optimizer = self.distribute(optimizer, comm)
         self.scaler = Scaler(self.device.type, enabled=settings.amp == "fp16")
+        self.counted = {name: getattr(settings, name) for name in COUNTED} | {"samples": self.samples}
         self.state = elastic.State(
             self.output / "checkpoints",
             model=self.model,
@@ -153,8 +156,12 @@ class Trainer:
             seen=0,  # samples of this epoch
             best=0.0,
             workers=comm.size,
+            seconds=0.0,
+            skipped=0,
+            counted=self.counted,
         )
         self.traced, self.began, self.first_step, self.reason = contextlib.ExitStack(), time.perf_counter(), 0, ""
+        self.skipped_elsewhere = 0  # by an earlier part of the run, or by the scaler of a single worker
         torch.manual_seed(settings.seed + comm.rank)  # from here on ranks differ, in dropout for one
 
     def distribute(self, optimizer: Optimizer, comm: Comm) -> Any:
@@ -181,8 +188,18 @@ class Trainer:
 
     @property
     def seconds(self) -> float:
-        """Since training began, or was resumed."""
+        """Of training, up to the newest checkpoint and since it was resumed."""
         return time.perf_counter() - self.began
+
+    @property
+    def skipped(self) -> int:
+        """Steps that no worker took, as some gradients were not finite; counted as `seconds`."""
+        return int(self.exchange.telemetry.skipped) + self.skipped_elsewhere
+
+    def commit(self) -> None:
+        """Write a checkpoint."""
+        self.state.seconds, self.state.skipped = self.seconds, self.skipped
+        self.state.commit()
 
     def note_choice(self, record: Record | None) -> None:
         """Write a new choice of compression="auto" to the history."""
@@ -202,7 +219,7 @@ class Trainer:
         return self.state.epoch + min(1.0, self.state.seen / (self.steps_per_epoch * self.samples_per_step))
 
     def fit_workers(self) -> None:
-        """Fit all that depends on the number of workers to those there are, however many have trained so far."""
+        """Fit all that depends on workers and batches to those there are, whatever has trained so far."""
         settings, state, size = self.settings, self.state, self.comm.size
         self.samples_per_step = settings.batch_size * settings.batches_per_step * size
         self.steps_per_epoch = self.samples // self.samples_per_step
@@ -213,12 +230,18 @@ class Trainer:
         schedules = self.optimizer.compressor if settings.averaging is None else self.optimizer.averaging
         schedules.set_steps_per_epoch(self.steps_per_epoch)
         before, state.workers = state.workers, size
-        if before == size:
+        earlier, state.counted = state.counted, self.counted
+        if state.step and self.comm.rank == 0:
+            print_changed(earlier, self.counted, state.seen)
+        paces = {(each["batch_size"], each["batches_per_step"], each["samples"]) for each in (earlier, self.counted)}
+        if before == size and len(paces) == 1:
             return
         kept = self.optimizer.state_dict()
         if settings.averaging is None and STATE_KEY in kept:
             kept[STATE_KEY]["step"] = round(self.position * self.steps_per_epoch)  # of the ratio's warm-up
             self.optimizer.load_state_dict(kept)
+        if before == size:
+            return
         torch.manual_seed(
             hash((settings.seed, state.step, self.comm.rank))
         )  # there may be more ranks than saved states
@@ -251,8 +274,10 @@ class Trainer:
             if self.settings.clip_norm is not None:
                 self.scaler.unscale_(self.optimizer)
                 self.optimizer.clip_grad_norm_(self.settings.clip_norm)
+            scale = self.scaler.get_scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()
+            self.skipped_elsewhere += self.comm.size == 1 and self.scaler.get_scale() < scale
         self.count_step()
         return lr
 
@@ -301,12 +326,12 @@ class Trainer:
                 if record:
                     values = {"epoch": self.position, "loss": mean_loss, "lr": lr}
                     values["residual_norm"] = self.exchange.residual_norm()
-                    values |= {"seconds": self.seconds, "skipped": self.exchange.telemetry.skipped}
+                    values |= {"seconds": self.seconds, "skipped": self.skipped}
                     record.write(state.step, values | per_step(self.exchange.telemetry, before))
                 before, losses = copy.copy(self.exchange.telemetry), []
             in_between = settings.checkpoint_steps and self.samples - state.seen >= self.samples_per_step
             if in_between and state.step % settings.checkpoint_steps == 0:
-                state.commit()
+                self.commit()
 
     def evaluate(self) -> dict[str, float]:
         """Loss and accuracy over the test data, of the mean of all ranks' weights where they differ."""
@@ -351,7 +376,8 @@ class Trainer:
         steps = state.step + (self.settings.epochs - state.epoch - 1) * self.steps_per_epoch
         steps += (self.samples - state.seen) // self.samples_per_step
         before, metrics = copy.copy(self.exchange.telemetry), {}
-        self.began, self.first_step = time.perf_counter(), state.step
+        self.began, self.first_step = time.perf_counter() - state.seconds, state.step
+        self.skipped_elsewhere = state.skipped - int(self.exchange.telemetry.skipped)
         if self.settings.trace_steps:
             self.output.mkdir(parents=True, exist_ok=True)
             self.traced.enter_context(dgcopt.trace(self.optimizer, self.output / f"trace-{self.comm.rank}.json"))
@@ -372,10 +398,10 @@ class Trainer:
                     record.bar.write(
                         f"epoch {state.epoch}: accuracy {metrics['accuracy']:.2%}, loss {metrics['test_loss']:.4f}"
                     )
-                state.commit()
+                self.commit()
         result: dict[str, Any] = metrics or self.evaluate()
         parameters = nn.utils.parameters_to_vector(self.model.parameters()).detach().cpu()
-        result |= {"best_accuracy": state.best, "steps": state.step, "seconds": self.seconds}
+        result |= {"best_accuracy": state.best, "steps": state.step, "seconds": self.seconds, "skipped": self.skipped}
         result |= {"workers": self.comm.size, "wire": self.comm.wire} | per_step(self.exchange.telemetry, before)
         return result | {
             "parameters_sha256": hashlib.sha256(parameters.view(torch.uint8).numpy().tobytes()).hexdigest()

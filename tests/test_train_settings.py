@@ -14,6 +14,7 @@ import torch
 
 import dgcopt
 from dgcopt.comm import LocalComm
+from dgcopt.flat.optimizer_state import STATE_KEY
 from dgcopt.tuning.report import read_run, read_trace
 from tests.support.train_script import (
     DGC,
@@ -26,6 +27,17 @@ from tests.support.train_script import (
     refusal,
     train,
 )
+
+OVERFLOWING = """
+from dgcopt.tasks.digits import DigitsCNN
+
+class Sometimes(DigitsCNN):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return super().forward(x) * (float("inf") if self.training and self.calls in (2, 5) else 1)
+"""
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("standing_workers")]
 
@@ -364,6 +376,38 @@ class TestRefusals:
         more = ["--scheduler", name, "--scheduler.max_lr", "0.1", "--scheduler.total_steps", "9", "--model.width", "4"]
         train(1, tmp_path, *SMALL, *more)
         done = execute(1, *SMALL, *more, "--epochs", "2", "--resume", "--output", str(tmp_path))
+        assert done.returncode == 0 and "the checkpoint" not in done.stdout, done.stdout
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_a_resumed_run_counts_on(self, workers: int, tmp_path: Path) -> None:
+        """Seconds and skipped steps are those of the whole run, by one worker's scaler or by all workers."""
+        (tmp_path / "overflowing.py").write_text(OVERFLOWING)
+        output = tmp_path / "run"
+        more = [*SMALL, *DGC, "--model", "overflowing.Sometimes", "--model.width", "8", "--amp", "fp16"]
+        first = train(workers, output, *more, path=tmp_path)
+        assert first["skipped"] == 2 and history(output)[0]["skipped"] == 0
+        second = train(workers, output, *more, "--epochs", "2", "--resume", path=tmp_path)
+        logged = [(one["seconds"], one["skipped"]) for one in history(output) if "loss" in one]
+        assert logged == sorted(logged) and logged[-1][0] <= second["seconds"]
+        assert first["seconds"] <= logged[len(logged) // 2][0]
+        assert second["skipped"] == logged[-1][1] == 4
+
+    def test_a_checkpoint_of_other_positions(self, tmp_path: Path) -> None:
+        """Settings that give a position in an epoch and a schedule its meaning; the ratio's warm-up follows epochs."""
+        more = [*SMALL, *DGC, "--checkpoint_steps", "11", "--output", str(tmp_path)]
+        train(2, tmp_path, *more)
+        shutil.rmtree(tmp_path / "checkpoints" / "step-00000022")
+        others = ["--seed", "3", "--batch_size", "16", "--scheduler_interval", "step"]
+        done = execute(2, *more, *others, "--resume")
+        assert done.returncode == 0, done.stderr
+        assert (
+            "seed is 3, and in the checkpoint 0: another order begins after 704 samples: of this epoch" in done.stdout
+        )
+        assert "batch_size is 16, and in the checkpoint 32: the rest of the epoch and warm-ups follow" in done.stdout
+        assert "scheduler_interval is step, and in the checkpoint epoch: the scheduler takes" in done.stdout
+        (last,) = tmp_path.glob("checkpoints/step-00000033/rank-*0.pt")  # 11 steps, and 22 of half as many samples
+        assert torch.load(last, weights_only=True)["optimizer"][STATE_KEY]["step"] == 44
+        done = execute(2, *more, *others, "--epochs", "2", "--resume")
         assert done.returncode == 0 and "the checkpoint" not in done.stdout, done.stdout
 
     def test_too_little_data(self, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -18,18 +18,23 @@ from ..errors import ConfigError, DGCError
 from ..errors.checks import check_group_settings
 
 __all__ = [
+    "COUNTED",
     "GivenSettings",
     "building",
     "check_optimizer",
     "check_run",
     "check_settings",
     "fitting",
+    "print_changed",
     "scheduling",
     "writing",
 ]
 
 OF_GRADIENTS = ("op", "bucket_mb", "first_bucket_mb", "clip_norm", "check_replicas_every", "trace_steps")
 """Settings that have no meaning where weights are averaged."""
+
+COUNTED = ("seed", "batch_size", "batches_per_step", "scheduler_interval")
+"""Settings that give a position in an epoch and in a schedule its meaning."""
 
 
 def check_settings(settings: Any) -> None:
@@ -162,3 +167,19 @@ class GivenSettings:
             for name in sorted(given.keys() & kept.keys()):
                 if kept[name] != given[name]:
                     print(f"the optimizer's {name} is {kept[name]}, as in the checkpoint, not {given[name]}")
+
+
+def print_changed(before: Mapping[str, Any], now: Mapping[str, Any], seen: int) -> None:
+    """Print which settings of COUNTED, and number of samples, are not those of the checkpoint, and the consequences.
+
+    `seen` are the samples of the epoch before the checkpoint.
+    """
+    order = "later epochs have another order"
+    if seen:
+        order = f"another order begins after {seen} samples: of this epoch some are read twice, and some not at all"
+    batches = "the rest of the epoch and warm-ups follow; a scheduler that moves on each step keeps counting steps"
+    consequences = {"seed": order, "samples": order, "batch_size": batches, "batches_per_step": batches}
+    consequences["scheduler_interval"] = "the scheduler takes its earlier count for one of these, so that lr may jump"
+    for name, value in now.items():
+        if value != before[name]:
+            print(f"{name} is {value}, and in the checkpoint {before[name]}: {consequences[name]}")

@@ -230,6 +230,7 @@ class Engine:
             is_due = every > 0 and bool(verdict.void)  # weights of one rank may be the cause
         else:
             is_due = bool(verdict.averaged_changed or (every and self.step % every == 0))
+            yield from self.gradients.average_last_momentum()
             if wrapped.buffers is not None:
                 yield from through(wrapped.buffers.exchange(self.comm, self.step, self.participation.here))
         if is_due:

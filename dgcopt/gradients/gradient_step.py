@@ -89,6 +89,7 @@ class GradientStep(Step):
         self.outgoing = OutgoingBuckets(wrapped, settings, self.participation, self.tracker, scheduler)
         self._flushes = False
         self._change: Change | None = None
+        self._mean_momenta: dict[str, Tensor] | None = None  # by name, from the final exchange to its step
         self._is_due = False  # True once no unsent memory delays the change
         self._begun = False
         self._sparse: set[Tensor] = set()
@@ -153,12 +154,19 @@ class GradientStep(Step):
         if self.outgoing.launched and self.tracker.is_rescaled():
             self.wait_for_vote()
 
+    def average_last_momentum(self) -> Job:
+        """Average the momentum taken over by the compressor, after the final exchange."""
+        if self._flushes:
+            yield from self._average_momentum()
+
     def end_exchanges(self) -> None:
         """Return the momentum taken over by the compressor to the optimizer: no exchange follows."""
-        self.replace_layout(self.outgoing.layout.order)
-        momenta = self.store.memory().get("momentum", {})
-        gain = self._momentum_gain
+        momenta = self._mean_momenta
+        if momenta is None:  # a rank was lost before the mean arrived
+            momenta = self.store.memory().get("momentum", {})
+        gain, self._mean_momenta = self._momentum_gain, None
         self.compressor.return_momentum({p: momenta[n] * gain for p, n in self.names.items() if n in momenta})
+        self.replace_layout(self.outgoing.layout.order)
         self.store.drop("momentum")
 
     @property
@@ -184,27 +192,26 @@ class GradientStep(Step):
         assert change is not None
         self.replace_layout(order)
         if not change.keeps_residual:
-            yield from self._return_momentum()
+            yield from self._average_momentum()
+            self.end_exchanges()
         self.store.drop_all_but_unsent(() if not change.keeps_residual else ("momentum",))
         change.apply()
         self._change, self._is_due = None, False
 
-    def _return_momentum(self) -> Job:
-        """Give the optimizer the ranks' mean of the momentum taken over: its state must be equal on all."""
+    def _average_momentum(self) -> Job:
+        """Compute the mean momentum over the ranks that hold some: the optimizer's state must be equal on all."""
         momenta = self.store.memory().get("momentum", {})
-        params = [param for param, name in self.names.items() if param.requires_grad]
-        held = torch.tensor([self.names[param] in momenta for param in params], dtype=torch.int32)
+        means: dict[str, Tensor] = {}
+        held = torch.tensor([name in momenta for name in self.names.values()], dtype=torch.int32)
         through = self.scheduler.through
         counts = (yield from through(_sum_of(held, "control", "who holds momentum"))).tolist()
-        for param, count in zip(params, counts, strict=True):
-            if not count:
-                continue
-            name = self.names[param]
-            mine = momenta.get(name)
-            if mine is None:
-                mine = torch.zeros_like(param, dtype=at_least_float32(param.dtype))
-            total = yield from through(_sum_of(mine.contiguous(), "world", f"momentum of {name}"))
-            self.compressor.return_momentum({param: total * (self._momentum_gain / count)})
+        for (param, name), count in zip(self.names.items(), counts, strict=True):
+            if count:
+                mine, dtype = momenta.get(name), at_least_float32(param.dtype)
+                mine = torch.zeros_like(param, dtype=dtype) if mine is None else mine.to(dtype)  # u may be bfloat16
+                total = yield from through(_sum_of(mine.contiguous(), "world", f"momentum of {name}"))
+                means[name] = total / count
+        self._mean_momenta = means
 
     def skip(self) -> None:
         """Skip a step with an overflow found by the ranks' scalers."""
@@ -220,7 +227,7 @@ class GradientStep(Step):
         """Restore memory and the number of steps. Raises ConfigError if memory does not fit the parameters."""
         self.store.restore(state, {name: param.shape for param, name in self.names.items()})
         self.tracker.clear()
-        self._change, self._is_due = None, False
+        self._change, self._is_due, self._mean_momenta = None, False, None
         self.outgoing.restore(state["order"], state["step"])
 
     def fail(self) -> None:

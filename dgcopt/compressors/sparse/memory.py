@@ -87,16 +87,18 @@ class Run:
 class ErrorFeedback:
     """Plain error feedback, v <- v + g: unsent coordinates are sent later."""
 
-    residual_content: str = ""
-    """Content of v if it is not plain gradients or updates; see `Compressor.residual_content`."""
-
-    def start(self, ctx: Context) -> Callable[[Segment], Tensor | None] | None:
-        """Return the function of the initial u of a parameter, None for zero; None in its place without momentum."""
-        return None
+    @property
+    def residual_content(self) -> str:
+        """Content of v if it is not plain gradients or updates; see `Compressor.residual_content`."""
+        return ""
 
     def runs(self, segments: Sequence[Segment]) -> list[Run]:
         """Group neighbouring segments with the same rule for this step into runs."""
         return [Run(segments[0].start, segments[-1].stop, None)]
+
+    def start(self, ctx: Context, runs: Sequence[Run]) -> Callable[[Segment], Tensor | None] | None:
+        """Return the function of the initial u of a parameter, None for zero; None in its place without momentum."""
+        return None
 
     def accumulate(self, grad: LocalGradient, v: Tensor, u: Tensor | None, runs: Sequence[Run]) -> Tensor:
         """Update v and u in one pass and clear the gradient; return the block maxima of v."""
@@ -157,8 +159,7 @@ class ErrorFeedback:
     def correct(self, grad: Tensor, u: Pair | None, runs: Sequence[Run]) -> None:
         """Replace the flat gradient by the term that `accumulate` would add to v, and write the new u."""
         for run in runs:
-            if run.rule is not None:
-                assert u is not None
+            if run.rule is not None and u is not None:
                 g, old, new = (flat[run.start : run.stop] for flat in (grad, *u))
                 if run.rule.momentum == 0:  # torch's SGD keeps its buffer and applies the gradient directly
                     new.copy_(old)
@@ -185,11 +186,13 @@ class MomentumCorrection(ErrorFeedback):
     the optimizer's state. By linearity the sum of both parts is SGD's update.
     """
 
-    residual_content = "gradients with momentum"
-
     def __init__(self, optimizer: SGD) -> None:
         self.optimizer = optimizer
         self._set_aside: list[tuple[dict[str, Any], Any, Any]] = []
+
+    @property
+    def residual_content(self) -> str:
+        return "gradients with momentum" if has_momentum(self.optimizer) else ""
 
     def runs(self, segments: Sequence[Segment]) -> list[Run]:
         if len(self.optimizer.param_groups) == 1:
@@ -240,11 +243,14 @@ class MomentumCorrection(ErrorFeedback):
             if param.grad is None or param.grad.is_sparse:
                 continue
             state = self.optimizer.state[param]
+            has_started = bool({"momentum_started", "momentum_buffer"} & state.keys())
             if state.pop("momentum_buffer", None) is not None or rule.dampening:  # u has taken over the buffer
                 state["momentum_started"] = True
             b = state.get("decay_momentum")
             if b is None and weight_decay == 0:
                 continue
+            if b is None and has_started:
+                b = state["decay_momentum"] = torch.zeros_like(param)
             if b is None:
                 b = state["decay_momentum"] = param.detach() * weight_decay
                 param.add_(b * rule.momentum + b if rule.nesterov else b, alpha=-lr)
@@ -284,8 +290,13 @@ class MomentumCorrection(ErrorFeedback):
             u = u * signs[as_stepped(param)]
             state["momentum_buffer"] = u if decayed is None else u + decayed
 
-    def start(self, ctx: Context) -> Callable[[Segment], Tensor | None]:
-        """Return the function of the initial u: this rank's part of SGD's momentum buffer from earlier steps."""
+    def start(self, ctx: Context, runs: Sequence[Run]) -> Callable[[Segment], Tensor | None] | None:
+        """Return the function of the initial u: this rank's part of SGD's momentum buffer from earlier steps.
+
+        None for a bucket without momentum until a scheduler sets some.
+        """
+        if "momentum" not in ctx.memory and not any(run.rule is not None and run.rule.momentum for run in runs):
+            return None
         signs, share = functools.cache(self._signs), ctx.divisor / ctx.size / ctx.place.gain
 
         def start(segment: Segment) -> Tensor | None:
@@ -301,16 +312,20 @@ class MomentumCorrection(ErrorFeedback):
         return {param: _sign_of(group) for group in groups for param in group["params"]}
 
 
+def has_momentum(optimizer: Optimizer) -> bool:
+    """Return True if a parameter group has momentum; schedulers may set it at any time."""
+    return any(group.get("momentum") for group in optimizer.param_groups)
+
+
 def _memory_for(optimizer: Optimizer) -> ErrorFeedback:
-    """Return momentum correction for SGD with momentum, else plain error feedback, and log which."""
-    has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
-    if has_momentum and isinstance(optimizer, SGD) and steps_as(optimizer, SGD):
-        return MomentumCorrection(optimizer)
-    log.info(
-        "dgcopt: %s has no classical momentum to correct; unsent gradient is kept by plain error feedback",
-        type(optimizer).__name__,
-    )
-    return ErrorFeedback()
+    """Return momentum correction for SGD, else plain error feedback, and log if there is no momentum."""
+    sgd = optimizer if isinstance(optimizer, SGD) and steps_as(optimizer, SGD) else None
+    if sgd is None or not has_momentum(sgd):
+        log.info(
+            "dgcopt: %s has no classical momentum to correct; unsent gradient is kept by plain error feedback%s",
+            *(type(optimizer).__name__, "" if sgd is None else " until a scheduler sets momentum"),
+        )
+    return ErrorFeedback() if sgd is None else MomentumCorrection(sgd)
 
 
 class MomentumCorrected(ScheduledRatio):

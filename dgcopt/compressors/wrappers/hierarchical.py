@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Hashable, Mapping
+from collections.abc import Generator, Hashable
 from dataclasses import replace
 
 import torch
@@ -69,9 +69,6 @@ class Hierarchical(Wrapper):
 
     def as_gradient(self, unsent: Tensor, ctx: Context) -> Tensor:
         return self.inner.as_gradient(unsent, ctx).mul_(ctx.size / ctx.place.nodes)
-
-    def return_momentum(self, momenta: Mapping[Tensor, Tensor]) -> None:
-        """Name the content of the residual: means of machines."""
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         ranks = ctx.size / ctx.place.nodes

@@ -163,17 +163,20 @@ def test_updates_are_added_to_the_mean_that_another_number_of_ranks_goes_on_from
         dgcopt.DGC(1.0),
         dgcopt.CSC(1.0, 64),
         dgcopt.PerParameter({"a.*": dgcopt.DGC(1.0), "*": dgcopt.NoCompression()}),
+        dgcopt.Hierarchical(dgcopt.DGC(1.0)),
     ],
     ids=lambda compressor: type(compressor).__name__,
 )
-def test_momentum_goes_on_after_it(compressor: Compressor, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("op", ["average", "sum"])
+def test_momentum_goes_on_after_it(compressor: Compressor, settings: dict[str, Any], op: str) -> None:
     """At ratio 1 it is a dense warm-up, of which the momentum is left."""
 
     def make(params: Any) -> Any:
         return SGD(params, lr=0.1, momentum=0.9, **settings)
 
     ranks, dense = (
-        Ranks(each, rule=LocalSGD(1, warmup_steps=WARM), make=make) for each in (compressor, dgcopt.NoCompression())
+        Ranks(each, (0, 0, 1), op, LocalSGD(1, warmup_steps=WARM), make)
+        for each in (compressor, dgcopt.NoCompression())
     )
     for seed in range(2 * WARM):
         ranks.step(seed)
@@ -181,3 +184,24 @@ def test_momentum_goes_on_after_it(compressor: Compressor, settings: dict[str, A
         for name, param in ranks.params[0].items():
             torch.testing.assert_close(param, dense.params[0][name], rtol=0, atol=1e-6, msg=f"{name}, step {seed}")
     assert all("decay_momentum" not in state for optimizer in ranks.optimizers for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        dgcopt.DGC(0.05),
+        dgcopt.Hierarchical(dgcopt.DGC(0.05, residual="bf16")),
+        dgcopt.PerParameter({"a.*": dgcopt.DGC(0.05), "*": dgcopt.OneBit()}),
+    ],
+    ids=lambda compressor: type(compressor).__name__,
+)
+def test_its_momentum_is_the_same_on_all_ranks(compressor: Compressor) -> None:
+    """Though each rank, or the first one of each machine, had that of its own gradients."""
+    ranks = Ranks(compressor, (0, 0, 1), make=lambda params: SGD(params, lr=0.1, momentum=0.9))
+    for seed in range(WARM):
+        ranks.step(seed)
+    for mine, optimizer in zip(ranks.params, ranks.optimizers, strict=True):
+        for name in ("a.weight", "a.bias"):
+            momentum = optimizer.state[mine[name]]["momentum_buffer"]
+            assert momentum.any()
+            assert torch.equal(momentum, ranks.optimizers[0].state[ranks.params[0][name]]["momentum_buffer"])

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -184,19 +185,21 @@ def test_dense_is_large_batch_sgd(momentum, nesterov, dampening, weight_decay, m
     assert_close(ranks.weights(), single(make, 5), rtol=1e-9, atol=1e-12)
 
 
-def test_dense_under_schedules_that_rewrite_momentum():
+@pytest.mark.parametrize("compression", [dgcopt.DGC(1.0), dgcopt.CSC(1.0)], ids=["DGC", "CSC"])
+@pytest.mark.parametrize("own", [{"momentum": 0.9, "nesterov": True}, {}], ids=["Nesterov", "none"])
+def test_dense_under_schedules_that_rewrite_momentum(own, compression):
     for when in ("before", "after"):
         schedulers = []
 
         def make(params):
-            return SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+            return SGD(params, lr=0.1, weight_decay=0.01, **own)
 
         def schedule(optimizer, schedulers=schedulers):
             schedulers.append(OneCycleLR(optimizer, max_lr=0.2, total_steps=9))
             return optimizer
 
         reference_model_weights = single_with_schedule(make, 7)
-        ranks = Ranks(2, (lambda p: schedule(make(p))) if when == "before" else make, compression=dgcopt.DGC(1.0))
+        ranks = Ranks(2, (lambda p: schedule(make(p))) if when == "before" else make, compression=compression)
         if when == "after":
             for optimizer in ranks.optimizers:
                 schedule(optimizer)
@@ -205,6 +208,20 @@ def test_dense_under_schedules_that_rewrite_momentum():
             for scheduler in schedulers:
                 scheduler.step()
         assert_close(ranks.weights(), reference_model_weights, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("compression", [dgcopt.DGC(0.1), dgcopt.CSC(0.3, 64)], ids=["DGC", "CSC"])
+def test_momentum_that_a_scheduler_sets_after_wrapping_is_corrected(compression):
+    def trained(momentum):
+        ranks = Ranks(2, lambda params: SGD(params, lr=0.1, momentum=momentum), compression=compression)
+        schedulers = [OneCycleLR(optimizer, max_lr=0.2, total_steps=9) for optimizer in ranks.optimizers]
+        for seed in range(7):
+            ranks.step(seed)
+            for scheduler in schedulers:
+                scheduler.step()
+        return ranks.weights()
+
+    assert_close(trained(0.0), trained(0.9), rtol=0, atol=0)
 
 
 def single_with_schedule(make, steps):
@@ -219,6 +236,24 @@ def single_with_schedule(make, steps):
     return single(scheduled, steps)
 
 
+@pytest.mark.parametrize("compression", [dgcopt.DGC(1.0), dgcopt.CSC(1.0)], ids=["DGC", "CSC"])
+def test_dense_while_momentum_is_set_and_set_to_zero_between_steps(compression):
+    def changed(optimizer, step):
+        optimizer.param_groups[0]["momentum"] = (0.0, 0.0, 0.9, 0.8, 0.0, 0.9)[step]
+
+    def scheduled(params):
+        optimizer, steps = SGD(params, lr=0.1, weight_decay=0.01), itertools.count()
+        optimizer.register_step_pre_hook(lambda *_: changed(optimizer, next(steps)))
+        return optimizer
+
+    ranks = Ranks(2, lambda params: SGD(params, lr=0.1, weight_decay=0.01), compression=compression)
+    for seed in range(6):
+        for optimizer in ranks.optimizers:
+            changed(optimizer, seed)
+        ranks.step(seed)
+    assert_close(ranks.weights(), single(scheduled, 6), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize(
     "units", [{}, {"op": "sum"}, {"gradient_predivide_factor": 2.0}], ids=["average", "sum", "predivided"]
@@ -228,9 +263,13 @@ def single_with_schedule(make, steps):
     [dgcopt.DGC(1.0), dgcopt.CSC(1.0), dgcopt.Hierarchical(dgcopt.DGC(1.0))],
     ids=["DGC", "CSC", "Hierarchical"],
 )
-def test_momentum_gathered_before_wrapping_is_kept(compression, units, maximize):
+@pytest.mark.parametrize(
+    "more", [{"nesterov": True}, {"dampening": 0.3, "weight_decay": 0.1}], ids=["Nesterov", "dampening"]
+)
+def test_momentum_gathered_before_wrapping_is_kept(compression, units, maximize, more):
     def trained(params, ranks=1):  # gradients are that many times as large
-        optimizer = SGD(params, lr=0.05 / ranks, momentum=0.9, nesterov=True, maximize=maximize)
+        decay = {"weight_decay": more["weight_decay"] * ranks} if "weight_decay" in more else {}
+        optimizer = SGD(params, lr=0.05 / ranks, momentum=0.9, maximize=maximize, **more | decay)
         for param in optimizer.param_groups[0]["params"]:
             optimizer.state[param]["momentum_buffer"] = torch.full_like(param, 0.01 * ranks)
         return optimizer

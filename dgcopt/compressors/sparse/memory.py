@@ -409,8 +409,8 @@ class LocalClip:
         `norm` is that norm where `grads` are only shards; None to compute it.
         """
         if norm is None:
-            norms = [norm_of(grad) for grad in grads]
-            norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))
+            norms = [_norm_of(grad) for grad in grads]
+            norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, torch.float64) for n in norms]))
         for grad in grads:
             _clip(grad, norm.to(grad.device), self.local_threshold(size, op))
 
@@ -418,12 +418,18 @@ class LocalClip:
         """Clip each parameter's gradient in place."""
         for grad in grads:
             if self.max_norm is not None:
-                _clip(grad, norm_of(grad), self.max_norm)
+                _clip(grad, _norm_of(grad), self.max_norm)
             elif self.value is not None:
                 most = min(self.value, torch.finfo(grad.dtype).max)
                 grad.clamp_(-most, most)
             elif self.fn is not None and (clipped := self.fn(grad)) is not None:
                 grad.copy_(clipped)
+
+
+def _norm_of(grad: Tensor) -> Tensor:
+    """Return the Euclidean norm; in float64 if squares exceed float32, on a GPU always, as knowing it would wait."""
+    norm = norm_of(grad) if grad.is_cpu else None
+    return torch.linalg.vector_norm(grad, dtype=torch.float64) if norm is None or norm.isinf() else norm
 
 
 def _clip(grad: Tensor, norm: Tensor, threshold: float) -> None:

@@ -114,6 +114,18 @@ def test_norms_beyond_float16_clip_and_lose_nothing(dtype, per, elements):
     assert float(grads[0].float().norm()) == pytest.approx(5.0, rel=1e-2)
 
 
+@pytest.mark.parametrize("per", ["model", "tensor"])
+@pytest.mark.parametrize("value", [1e25, 1e37])
+def test_norms_whose_squares_exceed_float32_clip_and_lose_nothing(value, per):
+    grads = [torch.full((2**18,), value)]
+    clip = dgcopt.LocalClip(5.0, per=per)
+    if per == "model":
+        clip.clip_model(grads, 1, "average")
+    else:
+        clip.clip_each(grads)
+    assert float(grads[0].norm()) == pytest.approx(5.0, rel=1e-4)
+
+
 def test_a_value_beyond_the_dtype_clips_nothing():
     grads = [torch.tensor([6e4, -1.0], dtype=torch.float16)]
     dgcopt.LocalClip(value=1e6).clip_each(grads)

@@ -131,10 +131,10 @@ class Agent:
                 f"number, or choose another port for another job."
             )
         self._slots = [_Slot(number) for number in range(plan.ranks)]
-        self._is_ending = False
+        self._is_ending, self._signal = False, 0
 
     def run(self) -> int:
-        """Start the ranks; return 0 once training has ended well, else the exit status of a rank."""
+        """Start the ranks; return 0 once training has ended well, else the exit status of a rank or of a signal."""
         before = {number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             while not self._is_ending and any(slot.code is None for slot in self._slots):
@@ -142,15 +142,18 @@ class Agent:
                     self._store.add(LOOKS, 1)
                 has_finished = self._get(FINISHED) is not None
                 for slot in self._slots:
-                    self._look(slot, has_finished)
+                    if not self._is_ending:  # ranks that a signal has ended are not started anew
+                        self._look(slot, has_finished)
                 time.sleep(POLL)
         finally:
             self._end()
             self._reap()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        self._wait_for_machines()
         failed = next((slot.code for slot in self._slots if slot.code), 0)
+        if not failed and self._signal and self._get(FINISHED) is None:
+            failed = -self._signal  # ranks that end well when they are told to have not trained to the end
+        self._wait_for_machines()
         return 128 - failed if failed < 0 else failed
 
     def _look(self, slot: _Slot, has_finished: bool) -> None:
@@ -227,9 +230,9 @@ class Agent:
         except (OSError, ValueError) as error:  # not executable, too long, or with a NUL character
             raise ConfigError(f"{self.plan.words[0]} cannot be started ({error}): correct the command") from error
 
-    def _end(self, *_: object) -> None:
-        """Ask all ranks to end."""
-        self._is_ending = True
+    def _end(self, number: int = 0, *_: object) -> None:
+        """Ask all ranks to end, if a signal is given because of it."""
+        self._is_ending, self._signal = True, self._signal or number
         for slot in self._slots:
             if slot.process is not None:
                 slot.process.terminate()

@@ -33,6 +33,7 @@ KUBEFLOW = "PET_NNODES"
 
 LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "srun")
 PORT, LAST_PORT = 29500, 65535
+LOOPBACK = ("localhost", "127.0.0.1")
 GRACE = 10.0
 """Seconds for the other machines' commands to end after one has failed."""
 
@@ -287,11 +288,11 @@ def _torchrun(
     is_here = len(hosts) == 1 and hosts[0].name in here.names and not args.rdzv_endpoint
     if not hosts or is_here:
         return [Command((*run, "--standalone", "--nproc-per-node", str(ranks), *more), env)]
-    first, port = hosts[0].name, PORT
+    first, port = hosts[0].name.rpartition("@")[2], PORT  # without the user of ssh
     if args.rdzv_endpoint:
         first, _, number = _endpoint(args.rdzv_endpoint).rpartition(":")
         port = int(number)
-    if len(hosts) > 1 and first in ("localhost", "127.0.0.1"):
+    if len(hosts) > 1 and first in LOOPBACK:
         raise ConfigError(f"other machines cannot reach this one as {first}: name it as they know it, in -H, first")
     commands, shares = [], _shares(hosts, ranks)
     for place_, (name, share) in enumerate(shares):
@@ -346,7 +347,7 @@ def _mpirun(args: argparse.Namespace, here: Here, ranks: int, hosts: list[Host],
     if args.interface:
         words += ["--mca", "btl_tcp_if_include", args.interface, "--mca", "oob_tcp_if_include", args.interface]
     words += ["--mca", "plm_ssh_args", f"-p {args.ssh_port}"] if args.ssh_port else []
-    passed = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", *_settings(here)) if hosts else ()
+    passed = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", *_settings(here)) if hosts else ()
     for name in (*env, *(name for name in passed if name in here.env and name not in env)):
         words += ["-x", name]
     return [Command((*words, *_more(args), *_script(args, here)), env)]
@@ -440,6 +441,10 @@ def plan_survivors(args: argparse.Namespace, here: Here) -> Plan:
     endpoint, hosts = ("127.0.0.1", 0), True
     if args.rdzv_endpoint or machines != "1":
         host, _, port = _endpoint(args.rdzv_endpoint or "", int(machines != "1")).rpartition(":")
+        if machines != "1" and host in LOOPBACK:  # each machine would host a store of its own, and wait for the others
+            raise ConfigError(
+                f"other machines cannot reach this one as {host}: name the first one as they know it in --rdzv-endpoint"
+            )
         endpoint, hosts = (host, int(port)), _is_here(host, here)
     env = _environment(args, here, args.np)
     after = args.restart_after or 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -160,6 +161,36 @@ def test_an_agent_ends_its_ranks() -> None:
     process.terminate()
     assert process.wait(20) == 128 + 15
     assert time.monotonic() - start < 9
+
+
+def test_ranks_that_end_well_at_a_signal_have_not_trained_to_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    """They save a checkpoint and exit with 0: the launcher said that the job was done. None of them starts anew."""
+
+    class Graceful(Rank):
+        def terminate(self) -> None:
+            self.looks, self.code = 0, 0
+
+    class Watched(Agent):
+        def spawn(self, env: Mapping[str, str]) -> Rank:
+            return Told(math.inf, 0) if env[MEMBER] == "0.0.0" else made.pop()
+
+    class Told(Graceful):
+        def poll(self) -> int | None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return None
+
+    made: list[Rank] = [Graceful(math.inf, 0)]
+    assert Watched(Plan(["rank"], 2)).run() == 128 + 15
+    made = [Rank(math.inf, 0)]
+    assert Watched(Plan(["rank"], 2)).run() == 128 + 15
+    assert "starts anew" not in caplog.text
+    made = [Rank(0, 0)]  # which has trained to the end before the signal
+
+    class Late(Watched):
+        def spawn(self, env: Mapping[str, str]) -> Rank:
+            return made.pop() if env[MEMBER] == "0.0.0" else Told(math.inf, 0)
+
+    assert Late(Plan(["rank"], 2)).run() == 0
 
 
 RANK = "import os, pathlib, signal, sys; name, rank = os.environ['DGCOPT_MEMBER'], int(os.environ['RANK'])\n"

@@ -71,6 +71,7 @@ TABLE = {
         "--tee 3 train.py",
         over_ssh("node2", 1, 2),
     ],
+    "-H me@node1:2,me@node2:2 train.py": [over_ssh("me@node1", 0, 2), over_ssh("me@node2", 1, 2)],
     "-np 3 --hostfile HOSTS --ssh-port 2222 train.py": [
         f"{LOG.format(2)} {RUN} --nnodes 2 --node-rank 0 --nproc-per-node 2 --master-addr node1 --master-port 29500 "
         "--tee 3 train.py",
@@ -165,6 +166,13 @@ def test_settings_reach_other_machines(launcher: str, here: Here) -> None:
     assert "HOME" not in last
 
 
+@pytest.mark.parametrize(("launcher", "word"), [("torchrun", "OMP_NUM_THREADS=3"), ("mpirun", "-x OMP_NUM_THREADS")])
+def test_a_number_of_threads_that_is_set_reaches_other_machines(launcher: str, word: str, here: Here) -> None:
+    """Open MPI leaves it here, and ranks there took all cores each."""
+    there = Here(here.names, here.cores, {"PATH": "", "OMP_NUM_THREADS": "3"}, False, here.python, here.folder)
+    assert f" {word} " in built(f"--launcher {launcher} -H node1:2,node2:2 train.py", there)[-1]
+
+
 def test_root_may_use_mpirun(here: Here) -> None:
     root = Here(here.names, here.cores, {"PATH": ""}, True, here.python, here.folder)
     assert "--allow-run-as-root" in built("--launcher mpirun -np 2 train.py", root)[0]
@@ -187,6 +195,7 @@ def test_root_may_use_mpirun(here: Here) -> None:
         ("--hostfile nowhere train.py", "--hostfile nowhere cannot be read: No such file"),
         ("-np 5 -H a:2,b:2 train.py", "-np 5 are more ranks than a:2,b:2 has: 4"),
         ("-H localhost:1,b:1 train.py", "other machines cannot reach this one as localhost"),
+        ("-H me@localhost:1,b:1 train.py", "other machines cannot reach this one as localhost"),
         ("-H a:1 --nnodes 2 train.py", "choose one"),
         ("-np 2 --nnodes 4:1 train.py", "MIN:MAX, not '4:1'"),
         ("-np 2 --nnodes 2 train.py", "several machines need --rdzv-endpoint HOST:PORT"),
@@ -377,6 +386,7 @@ def test_survivors(line: str, ranks: int, machines: int, endpoint: tuple[str, in
         ("--survive -np 2 --ssh-port 22 train.py", "--ssh-port is for machines that ranks are started on by ssh"),
         ("--survive -np 2 --restart-after nan train.py", "--restart-after cannot be nan"),
         ("--survive -np 2 nothing.py", "there is no nothing.py"),
+        ("--survive -np 2 --nnodes 2 --rdzv-endpoint localhost:29400 train.py", "cannot reach this one as localhost"),
     ],
 )
 def test_survivors_that_cannot_be(line: str, problem: str, here: Here) -> None:

@@ -186,6 +186,8 @@ class HookStep(Step):
         compressor, contexts = self._settings.compressor, self._memory.contexts
         if compressor.whole_model and waiting:
             parts = [pending.of.part for pending in waiting if pending.of.part is not None]
+            for part in parts:
+                contexts[part].begin(self._memory.step, weight=self._share)
             compressor.prepare([part.bucket.grad for part in parts], [contexts[part] for part in parts])
         for pending in waiting:
             self._launch(pending, used is None, together)
@@ -197,7 +199,7 @@ class HookStep(Step):
             return
         context = self._memory.contexts[part]
         local = part.local(pending.of.grads, self._factor_of(part)) if part.bucket.in_place else None
-        context.begin(self._memory.step, certain, local, self._exchanges.index(pending))
+        context.begin(self._memory.step, certain, local, self._exchanges.index(pending), self._share)
         self.scheduler.launch(pending, exchange_of(part.bucket, self._settings.compressor, context, together))
 
     # -- commit or abort ---------------------------------------------------------------------------------------------

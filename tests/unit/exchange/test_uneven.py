@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -51,6 +52,31 @@ def test_ranks_without_data_step_with_the_learning_rate_of_others(compression, l
                 assert rank != active[0] or float(group["lr"]) == before, "taken from a rank without data"
                 schedules[rank].step()
     ranks.assert_replicas_equal()
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        dgcopt.LocalClip(math.sqrt(2.0)),  # times sqrt(2) in the mean of two
+        dgcopt.LocalClip(2.0, per="tensor"),
+        dgcopt.LocalClip(value=1.0),
+        dgcopt.LocalClip(fn=lambda grad: grad.clamp_(-1, 1)),
+    ],
+    ids=["norm of the model", "norm of a tensor", "value", "function"],
+)
+def test_gradients_are_clipped_before_they_stand_for_ranks_without_data(clip):
+    compression = dgcopt.DGC(1.0, clip=clip, source="gradient")
+    ranks = Ranks(2, lambda p: SGD(p, lr=1.0), lambda: nn.Linear(4, 1, bias=False), compression=compression)
+    for model in ranks.models:
+        nn.init.zeros_(model.weight)
+    weight = ranks.models[1].weight
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        first.enter_context(dgcopt.join(ranks.optimizers[0]))
+        second.enter_context(dgcopt.join(ranks.optimizers[1]))
+        first.close()
+        (10 * weight).sum().backward()
+        ranks.optimizers[1].step()
+    torch.testing.assert_close(weight, torch.full_like(weight, -1.0))
 
 
 def test_a_closure_while_a_rank_has_run_out_of_data():

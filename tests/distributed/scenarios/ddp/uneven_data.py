@@ -1,5 +1,6 @@
 """Ranks with different numbers of batches, in DDP's join() and in dgcopt.join."""
 
+import itertools
 import math
 from typing import Any
 
@@ -48,14 +49,15 @@ def join_serves_ranks_that_have_more_data() -> None:
 def join_is_that_of_distributed_optimizer() -> None:
     """With what each rank held back when it ran out of data, and when others did."""
     most = 7
-    for by_all in (True, False):
-        training = Training(dgcopt.DGC(RATIO), plain)
+    clips = None, dgcopt.LocalClip(0.3), dgcopt.LocalClip(0.1, per="tensor"), dgcopt.LocalClip(value=0.01)
+    for by_all, clip in itertools.product((True, False), clips):
+        training = Training(dgcopt.DGC(RATIO, clip=clip), plain)
         with training.ddp.join(divide_by_initial_world_size=by_all):
             for step in range(4 + 3 * dist.get_rank()):
                 training.step(step)
         replica = small_model()
         optimizer = dgcopt.DistributedOptimizer(
-            plain(replica.parameters()), replica.named_parameters(), dgcopt.DGC(RATIO)
+            plain(replica.parameters()), replica.named_parameters(), dgcopt.DGC(RATIO, clip=clip)
         )
         with dgcopt.join(optimizer, divide_by="all" if by_all else "active"):
             for step in range(4 + 3 * dist.get_rank()):

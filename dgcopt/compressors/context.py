@@ -72,7 +72,6 @@ class Context:
         scratch: the compressor's cache for this bucket; lost when buckets are laid out anew.
         tally: counts by the name of a `dgcopt.Telemetry` field, which the caller collects; see `count`.
         local: the gradient in autograd's tensors, for compressors that read it in place (`Compressor.in_place`).
-        weight: the factor that the gradient has in the exchange because some ranks have run out of data; see `begin`.
         certain: True once all ranks have voted to commit, so that only a failing wire can abort the step.
         mixture: the moving average to apply to the gradient before it travels, and to invert in the result; only for
             compressors that do both themselves (`Compressor.mixes`).
@@ -80,6 +79,7 @@ class Context:
             not finite.
         norm: the norm of all gradients of this replica, if this rank has only shards of them; see
             `Compressor.clips_model`.
+        share: the factor of the gradient, as it is given, that makes up for ranks that have run out of data.
     """
 
     place: Place
@@ -88,11 +88,11 @@ class Context:
     scratch: dict[str, Any] = field(default_factory=dict)
     tally: Counter[str] = field(default_factory=Counter)
     local: LocalGradient | None = None
-    weight: float = 1.0
     certain: bool = False
     mixture: Mixture | None = None
     peak: Tensor | None = None
     norm: Tensor | None = None
+    share: float = 1.0
 
     @property
     def rank(self) -> int:
@@ -227,7 +227,7 @@ class Context:
         certain: bool = False,
         local: LocalGradient | None = None,
         index: int | None = None,
-        weight: float = 1.0,
+        share: float = 1.0,
     ) -> None:
         """Prepare for the exchange of a step.
 
@@ -236,10 +236,10 @@ class Context:
             certain: True if all ranks have voted to take the step.
             local: the gradient, if it stays where autograd left it.
             index: the bucket's place among those of the step; None leaves it.
-            weight: the factor of ranks with data, by which the gradient is multiplied already.
+            share: the factor by which the gradient is multiplied already, for ranks without data.
         """
         self.place = replace(self.place, step=step, index=self.index if index is None else index)
-        self.certain, self.weight = certain, weight
+        self.certain, self.share = certain, share
         self.local = local if local is not None else self.local
 
     def commit(self, used: Sequence[bool] | None = None) -> None:

@@ -186,7 +186,7 @@ class OutgoingBuckets:
         self.launched += 1
         context = self.layout.contexts[bucket]
         local = bucket.local(self.participation.here, self._scale(bucket)) if bucket.in_place else None
-        context.begin(self.step, certain, local, weight=self._weight)
+        context.begin(self.step, certain, local, share=self._weight)
         if not bucket.in_place and self._scale(bucket) != self._scale_taken(bucket):
             bucket.grad.mul_(self._scale(bucket) / self._scale_taken(bucket))
         pending = PendingExchange[GradientBucket | Tensor](bucket.label, bucket)

@@ -143,7 +143,7 @@ class DGC(MomentumCorrected):
     def prepare(self, grads: Sequence[Tensor], contexts: Sequence[Context]) -> None:
         if self.clip is not None and grads:
             if self.clip.per == "model":
-                self.clip.clip_model(grads, contexts[0].size, contexts[0].op, contexts[0].norm, contexts[0].weight)
+                self.clip.clip_model(grads, contexts[0].size, contexts[0].op, contexts[0].norm, contexts[0].share)
             else:
                 self.clip.clip_each(grads)
 
@@ -152,7 +152,7 @@ class DGC(MomentumCorrected):
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         if self.clip is not None and not self.whole_model:
-            self.clip.clip_each([grad[segment.start : segment.stop] for segment in ctx.segments], ctx.weight)
+            self.clip.clip_each([grad[segment.start : segment.stop] for segment in ctx.segments], ctx.share)
         memory, runs = self._memory, self._memory.runs(ctx.segments)
         start = memory.start(ctx, runs)
         if ctx.kind == "vector" and self.vectors == "dense":

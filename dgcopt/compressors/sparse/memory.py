@@ -407,23 +407,23 @@ class LocalClip:
         size: int,
         op: Literal["average", "sum"],
         norm: Tensor | None = None,
-        weight: float = 1.0,
+        share: float = 1.0,
     ) -> None:
         """Scale all of `grads` in place so that their common norm is at most the local threshold.
 
-        `norm` is that norm where `grads` are only shards; None to compute it. `grads` are `weight` times those to clip.
+        `norm` is that norm where `grads` are only shards; None to compute it. `grads` are `share` times those to clip.
         """
         if norm is None:
             norms = [_norm_of(grad) for grad in grads]
             norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, torch.float64) for n in norms]))
         for grad in grads:
-            _clip(grad, norm.to(grad.device), weight * self.local_threshold(size, op))
+            _clip(grad, norm.to(grad.device), share * self.local_threshold(size, op))
 
-    def clip_each(self, grads: Sequence[Tensor], weight: float = 1.0) -> None:
-        """Clip each parameter's gradient in place; `grads` are `weight` times those to clip."""
+    def clip_each(self, grads: Sequence[Tensor], share: float = 1.0) -> None:
+        """Clip each parameter's gradient in place; `grads` are `share` times those to clip."""
         for grad in grads:
-            if weight != 1:
-                grad.div_(weight)
+            if share != 1:
+                grad.div_(share)
             if self.max_norm is not None:
                 _clip(grad, _norm_of(grad), self.max_norm)
             elif self.value is not None:
@@ -431,8 +431,8 @@ class LocalClip:
                 grad.clamp_(-most, most)
             elif self.fn is not None and (clipped := self.fn(grad)) is not None:
                 grad.copy_(clipped)
-            if weight != 1:
-                grad.mul_(weight)
+            if share != 1:
+                grad.mul_(share)
 
 
 def _norm_of(grad: Tensor) -> Tensor:

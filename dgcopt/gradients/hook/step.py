@@ -187,7 +187,7 @@ class HookStep(Step):
         if compressor.whole_model and waiting:
             parts = [pending.of.part for pending in waiting if pending.of.part is not None]
             for part in parts:
-                contexts[part].begin(self._memory.step, weight=self._share)
+                contexts[part].begin(self._memory.step, share=self._share)
             compressor.prepare([part.bucket.grad for part in parts], [contexts[part] for part in parts])
         for pending in waiting:
             self._launch(pending, used is None, together)

@@ -28,7 +28,7 @@ from .advise import (
 )
 from .costs import Recipe, Recording
 from .models import Model, tensors_of
-from .probe import probe
+from .probe import probe, ranks_per_machine
 from .profile import GradientMarks, Profile
 from .wire import Fitted
 
@@ -160,7 +160,7 @@ def diagnose(
     compute, *ready = _mean(mine, comm, "seconds of a step")
     model = Profile(profile.shapes, dict(zip(profile.shapes, ready, strict=True)), compute).model(name)
     wire = probe(comm, seconds=seconds, deadline=deadline, device=device)
-    local_size = comm.local_size if comm.nodes > 1 else 1
+    local_size = comm.drive(ranks_per_machine(comm))
     link = Link(min(wire.fits["AllGather", "world"].seconds), 1 / max(wire.fits["SendRecv", "world"].beta, 1e-12))
     recorded = recipes_of(
         profile.shapes,

@@ -20,7 +20,7 @@ from . import clock
 from .advise import Setting, in_words, rate
 from .candidate import Candidate, Candidates
 from .costs import Recipe, record_recipe
-from .probe import LEAST, measurements
+from .probe import LEAST, measurements, ranks_per_machine
 from .profile import Profile
 from .timeline import VOTE, Round, fill_buckets
 from .wire import Fitted, wire_bytes
@@ -60,7 +60,7 @@ class Forecast:
         self.candidates: dict[str, Candidate] = {}
         self.seconds: dict[str, float] = {}
         self._names, self._fixed_sizes = names, fixed_sizes
-        self._wire = Fitted()
+        self._wire, self._local_size = Fitted(), 1
         self._recorded: tuple[Mapping[str, tuple[int, ...]], dict[tuple[str, bool], Recipe]] = ({}, {})
 
     def predict(
@@ -72,6 +72,7 @@ class Forecast:
         seconds of a whole step with the exchange in use, the same on all ranks.
         """
         auto, comm = self.auto, self.comm
+        self._local_size = yield from ranks_per_machine(comm)
         shapes = {name: tuple(p.shape) for p, name in self._names.items() if p.requires_grad and p.numel()}
         by_name = {one.name: one for one in auto.candidates(self._local_size > 1, self._fixed_sizes)}
         if self._recorded[0] != shapes:
@@ -101,12 +102,6 @@ class Forecast:
         alone = auto.compressor is not None
         groups = {name: name if alone else (by_name[name].base, by_name[name].hierarchical) for name in found}
         return shortlist(found, groups, dense.name, watched if auto.choice == dense else 0.0)
-
-    @property
-    def _local_size(self) -> int:
-        """Ranks of a machine, 1 unless there are several machines with as many ranks each."""
-        comm = self.comm
-        return comm.local_size if comm.nodes > 1 and comm.size == comm.nodes * comm.local_size else 1
 
     def _record(
         self, shapes: Mapping[str, tuple[int, ...]], candidates: Sequence[Candidate]

@@ -28,7 +28,7 @@ from ..errors.checks import check_positive
 from . import clock
 from .wire import HALF, KINDS, Fit, Fitted, fit
 
-__all__ = ["LEAST", "load_probe", "measurements", "probe", "save_probe"]
+__all__ = ["LEAST", "load_probe", "measurements", "probe", "ranks_per_machine", "save_probe"]
 
 LEAST = 1024
 SIZES = [LEAST * 4**power for power in range(9)]  # bytes of a rank's message
@@ -78,6 +78,13 @@ def measurements(
             found = yield from _measure(comm, kind, group, budget, device, wanted)
             fits[kind, group] = fit(list(found), list(found.values()), comm.size_of(group))
     return Fitted(fits)
+
+
+def ranks_per_machine(comm: Comm) -> Generator[Collective, Tensor, int]:
+    """Return the number of ranks of each machine on every rank; 1 if there is one machine, or they differ."""
+    mine = torch.tensor([comm.local_size], dtype=torch.int64)
+    sizes = (yield AllGather(comm.to_wire(mine), label="ranks of machines")).cpu()
+    return comm.local_size if comm.nodes > 1 and bool((sizes == comm.local_size).all()) else 1
 
 
 def _groups(comm: Comm) -> Generator[Collective, Tensor, list[Group]]:

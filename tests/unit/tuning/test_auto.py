@@ -452,3 +452,20 @@ def test_large_models_are_recorded_at_a_fraction_of_their_sizes() -> None:
     recipe = record_recipe("", "", shrunk, dgcopt.NoCompression(), (2,), clock=lambda: 0.0)
     (place,) = grow(recipe, factor).low.rounds
     assert sum(one.nbytes for one in place) == pytest.approx(4 * 301_021, rel=0.01)
+
+
+def test_machines_of_unlike_size_have_no_hierarchy(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of the second of three machines took theirs for the size of all, as 3 times 2 are 6."""
+    simulated = dgcopt.simulated_world
+
+    def unlike(size: int, nodes: int) -> Any:
+        comms = simulated(size, nodes)
+        for comm in comms:
+            comm._set_nodes([0, 1, 1, 2, 2, 2])
+        return comms
+
+    monkeypatch.setattr(dgcopt, "simulated_world", unlike)
+    wire.speed = 1e5
+    ranks = Ranks(6, sgd(), compression=dgcopt.Auto(compressor=dgcopt.NoCompression()))
+    steps(ranks, wire, 70, lambda: "uses" in ranks.optimizers[0].compressor.reason)
+    assert not any(one.hierarchical for one in choices(ranks)), ranks.optimizers[0].compressor.reason

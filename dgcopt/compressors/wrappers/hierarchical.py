@@ -17,6 +17,7 @@ from ...flat.memory import at_least_float32, is_unsent
 from ...kernels import copy_scaled, peaks
 from ..base import Compressor, GradientExchange
 from ..context import Context
+from ..dense import checked_sum
 from ..refusal import REFUSED, Refusal
 from .base import Wrapper
 
@@ -91,7 +92,7 @@ class Hierarchical(Wrapper):
             return mean
         total = torch.empty_like(mean)
         ctx.checks.check_finite(copy_scaled([mean], [total], factor))
-        return total
+        return checked_sum(total, ctx)
 
     def _between_machines(self, mean: Tensor, ctx: Context) -> Exchange:
         """Exchange a machine's mean with other machines; return the mean over ranks, or a refusal in its place."""

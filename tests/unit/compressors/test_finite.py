@@ -389,6 +389,7 @@ def test_weights_that_are_not_finite_are_an_error_of_the_next_step(name: str) ->
         (dgcopt.BF16(), torch.float16),
         (dgcopt.NoCompression(), torch.float16),
         (dgcopt.PowerSGD(), torch.float16),
+        (dgcopt.Hierarchical(), torch.float16),
     ],
     ids=str,
 )

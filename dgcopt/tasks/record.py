@@ -26,7 +26,9 @@ class Record:
                 kept += [line + "\n"] if json.loads(line)["step"] <= step else []
             except (ValueError, TypeError, KeyError) as error:
                 print(f"{self.path}, line {number}, is damaged and left out ({error})")
-        self.path.write_text("".join(kept))
+        part = output / "history.jsonl.part"  # a full disk, or an interruption, must not cost the history
+        part.write_text("".join(kept))
+        part.replace(self.path)
         self.tensorboard = SummaryWriter(str(output / "tensorboard"), purge_step=step + 1)
         self.bar = tqdm(total=steps, initial=step, unit="step", disable=None)
 

@@ -105,8 +105,8 @@ def recipes_of(
         candidates[HIERARCHICAL] = ("rounded", lambda: Hierarchical(BF16()))
     elif HIERARCHICAL in (names or ()):
         raise ConfigError(
-            f"candidate {HIERARCHICAL!r} needs several machines of several ranks each, as many on all: leave it out, or "
-            f"give advise --local-ranks 2 or more"
+            f"candidate {HIERARCHICAL!r} needs several machines of several ranks each, as many on all: leave it out, "
+            f"or give advise --local-ranks 2 or more"
         )
     recorded = []
     for name, (accuracy, make) in candidates.items():

@@ -203,6 +203,7 @@ def _advise(arguments: argparse.Namespace) -> int:
         raise ConfigError("--costs takes costs that --save-costs has written before: give one of them")
     check_candidates(arguments.candidates)
     check_allowed(arguments.allow)
+    sys.path.insert(0, "")  # the user's modules here, as for `python -m`
     model = model_on_paper(arguments.model, arguments.step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     speed, why = _speed(arguments.speed, model, device)
@@ -266,6 +267,7 @@ def _profile(arguments: argparse.Namespace) -> tuple[Profile, torch.device]:
         if given is not None and given < 1:
             raise ConfigError(f"--{name} must be 1 or more, not {given}")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    sys.path.insert(0, "")  # the user's modules here, as for `python -m`
     model = load_model(arguments.model, str(device))
     shape = (arguments.batch, *arguments.input)
     try:

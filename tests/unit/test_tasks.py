@@ -259,3 +259,23 @@ def test_an_error_in_torch_has_no_place_in_the_checks_of_train_py(context: Calla
     with pytest.raises(ConfigError, match="mat1 and mat2") as told:
         exec(training, {"context": context, "layer": nn.Linear(4, 5), "batch": torch.ones(2, 3)})
     assert "(at" not in str(told.value)
+
+
+def test_a_history_outlasts_a_resumption_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was emptied before what is kept of it was written."""
+    pytest.importorskip("tensorboard")
+    record = importlib.import_module("dgcopt.tasks.record")
+    path = tmp_path / "history.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+
+    def full(self: Path, text: str) -> None:
+        self.open("w").close()
+        raise OSError(28, "No space left on device", str(self))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(Path, "write_text", full)
+        record.Record(tmp_path, 2, 4)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    record.Record(tmp_path, 2, 4).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert {one.name for one in tmp_path.iterdir()} == {"history.jsonl", "tensorboard"}

@@ -218,6 +218,17 @@ def test_modules_that_raise_are_told_in_one_sentence(
     test_bad_models_are_told_in_one_sentence("user_model:net", f"model 'user_model:net': {said}")
 
 
+def test_a_module_in_this_folder_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command `dgcopt` too, for which Python searches the folder of the command alone."""
+    (tmp_path / "model_in_this_folder.py").write_text("from torch.nn import Flatten\nnet = Flatten\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one != ""])
+    assert advise("--ranks", "2", "--link", "1gbit", "--model", "model_in_this_folder:net", "--step", "1") == 2
+    assert "model 'model_in_this_folder:net' has no parameter to train" in capsys.readouterr().err
+
+
 def test_a_model_by_its_path_costs_no_memory() -> None:
     model = model_on_paper("torch.nn:Linear(1000000, 100000)", 0.5)
     assert model.numel == 100_000_100_000

@@ -19,7 +19,8 @@ class Turns(Generic[Stepper]):
 
     When a bucket is full, and so leaves during backward, depends on the gradients that a rank has, and wires match
     collectives by their order. So of several optimizers only one sends before its step: the one that came next the
-    last time. If another one comes, the exchanges of the expected one are cancelled first, on all ranks alike.
+    last time. If another one comes, the exchanges of the expected one are cancelled first, on all ranks alike. An
+    optimizer that was replaced by a new one may be alive on some ranks only, and must not send there.
 
     Attributes:
         lock: held while a gradient is taken in. Autograd runs a thread for each device, and threads may call backward
@@ -30,13 +31,16 @@ class Turns(Generic[Stepper]):
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.are_shared = False
+        self._is_known = True
         self._expected: weakref.ref[Stepper] | None = None
         self._last: weakref.ref[Stepper] | None = None
         self._after: WeakKeyDictionary[Stepper, weakref.ref[Stepper]] = WeakKeyDictionary()
 
     def share(self, stepper: Stepper) -> None:
-        """Add an optimizer to those of the wire."""
+        """Add an optimizer to those of the wire, and learn the order anew from the next step on."""
         self.are_shared = self._last is not None
+        self._is_known = not self.are_shared
+        self._after.clear()
         if not self.are_shared:
             self._expected = self._last = weakref.ref(stepper)
 
@@ -44,6 +48,10 @@ class Turns(Generic[Stepper]):
     def expected(self) -> Stepper | None:
         """The optimizer whose step should come next; None before the first."""
         return None if self._expected is None else self._expected()
+
+    def is_next(self, stepper: Stepper) -> bool:
+        """Return True if all ranks know that the step of an optimizer should come next."""
+        return self._is_known and self.expected is stepper
 
     @property
     def last(self) -> Stepper | None:
@@ -55,7 +63,7 @@ class Turns(Generic[Stepper]):
         this, last = weakref.ref(stepper), self.last
         if last is not None:
             self._after[last] = this
-        self._last, self._expected = this, self._after.get(stepper, this)
+        self._last, self._expected, self._is_known = this, self._after.get(stepper, this), True
 
 
 _OF: WeakKeyDictionary[Comm, Turns[Any]] = WeakKeyDictionary()

@@ -59,6 +59,38 @@ def test_averaging_and_hooks_of_ddp_are_freed() -> None:
 
 
 @pytest.mark.parametrize("freed", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_optimizer_replaced_on_its_parameters_is_freed_at_another_time_on_each_rank(freed, others) -> None:
+    """Where it is alive yet, gradients of its parameters still come to it: it must not send them, as in a GAN."""
+
+    def wrapped(model: nn.Module, comm: dgcopt.Comm) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), comm=comm)
+
+    def train(loops: list[list[torch.optim.Optimizer]]) -> None:
+        for _ in range(3):
+            for optimizers in loops:
+                for rank in range(2):
+                    sum(one[rank](torch.ones(2, 64)).sum() for one in (models, *besides)).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                for optimizer in (*loops[0], *loops[-1]):
+                    optimizer.zero_grad()
+
+    comms, models = dgcopt.simulated_world(2), make_models()
+    besides = [make_models() for _ in range(others)]
+    loops = [[*map(wrapped, each, comms)] for each in (*besides, models)]
+    train(loops)
+    replaced = loops.pop()
+    for rank in freed:
+        replaced[rank] = None
+    gc.collect()
+    loops.append([*map(wrapped, models, comms)])
+    train(loops)
+    assert torch.equal(*(model.weight for model in models))
+
+
+@pytest.mark.parametrize("freed", [(), (0,), (1,), (0, 1)])
 def test_an_optimizer_dropped_between_backward_and_step_is_freed_at_another_time_on_each_rank(freed) -> None:
     """Garbage collection runs at other times on the ranks; the exchanges that were in flight end for all."""
 

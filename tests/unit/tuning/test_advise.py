@@ -16,7 +16,7 @@ from dgcopt import ConfigError
 from dgcopt.__main__ import main
 from dgcopt.tuning.advise import Prediction, Setting, in_words, local_steps, predict, rate, recommend, table
 from dgcopt.tuning.commands import bytes_per_second, seconds_of
-from dgcopt.tuning.costs import Recipe, Recording, save_recipes
+from dgcopt.tuning.costs import Recipe, Recording, load_recipes, save_recipes
 from dgcopt.tuning.models import Model, known_models, model_on_paper
 from dgcopt.tuning.timeline import Round
 from dgcopt.tuning.wire import HALF, Network
@@ -346,6 +346,23 @@ def test_costs_of_other_conditions_are_refused(
     refused(
         "costs.json does not say with which parameters, --local-ranks and device the costs of costed_model:net were"
     )
+
+
+def test_costs_of_other_models_stay_in_their_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They were overwritten; a file that cannot be written, or is another one, is told before anything is recorded."""
+    save_recipes({"toy": RECIPES}, tmp_path / "costs.json")
+    words = ["--ranks", "4", "--link", "1gbit", "--model", "torch.nn:Linear(20, 10)", "--step", "1"]
+    words += ["--candidates", "BF16()", "--save-costs"]
+    assert advise(*words, str(tmp_path / "costs.json")) == 0
+    known = load_recipes(tmp_path / "costs.json")
+    assert known["toy"] == RECIPES and {*known} == {"toy", "torch.nn:Linear(20, 10)"}
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    for name, said in (("none/costs.json", "cannot write "), ("other.json", "other.json holds no costs")):
+        capsys.readouterr()
+        assert advise(*words, str(tmp_path / name)) == 2
+        err = capsys.readouterr().err
+        assert said in err and "recording" not in err
+    assert (tmp_path / "other.json").read_text() == '{"a": 1}'
 
 
 def test_a_single_machine_records_nothing_that_machines_exchange(

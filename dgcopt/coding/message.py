@@ -128,7 +128,7 @@ class SparseCode:
             indices, counts = read_rows(index_part, count, numel, ranks, checks)
             travels = torch.arange(count, device=messages.device) < counts.unsqueeze(1)
         else:
-            indices = _checked(read_as(index_part.contiguous(), torch.int32), numel, ranks, checks)
+            indices = _checked(index_part, count, numel, ranks, checks)
         counts = torch.full((len(ranks),), count)
         values = self._values.decode(take_parts(value_part, self._values.sizes(counts)), counts, ranks, checks)
         values = values.view(len(ranks), count)
@@ -181,7 +181,7 @@ class SparseCode:
             indices, counts = decode_rice(index_part, count, numel, ranks)
         else:
             counts = torch.full((len(ranks),), count)
-            indices = _checked(read_as(index_part.contiguous(), torch.int32), numel, ranks).view(-1)
+            indices = _checked(index_part, count, numel, ranks).view(-1)
         parts = take_parts(value_part, self._values.sizes(counts))
         return indices, self._values.decode(parts, counts, ranks), counts
 
@@ -234,12 +234,13 @@ def _put_parts(rows: Tensor, parts: tuple[Tensor, ...], lengths: tuple[Tensor, .
     rows.copy_(torch.cat([piece for row in zip(*pieces, strict=True) for piece in row]).view(rows.shape))
 
 
-def _checked(indices: Tensor, numel: int, ranks: Sequence[int], checks: Checks | None = None) -> Tensor:
-    """Return rows of int32 as int64 in [0, numel). Raises PayloadError, at once or as `checks` are read, otherwise."""
-    if indices.numel():
+def _checked(index_part: Tensor, count: int, numel: int, ranks: Sequence[int], checks: Checks | None = None) -> Tensor:
+    """Return rows of `count` int32 as int64 in [0, numel). Raises PayloadError, at once or as `checks` are read."""
+    indices = read_as(index_part.reshape(-1), torch.int32).view(len(ranks), count)
+    if count:
         first, last = indices[:, 0], indices[:, -1]
         # compared, not subtracted: the difference of two that are far apart wraps around
-        right = (indices[:, 1:] > indices[:, :-1]).all(1) & (first >= 0) & (last < numel)
+        right = (indices[:, 1:] > indices[:, :-1]).all(1) & (first >= 0) & (last <= numel - 1)  # int32 has no 2^31
 
         def problem() -> str:
             row = int((~right).nonzero()[0])

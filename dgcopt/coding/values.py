@@ -91,6 +91,7 @@ class Floats:
     def encode(self, values: Tensor, counts: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         limit = torch.finfo(self.dtype).max
         if limit < torch.finfo(values.dtype).max:
+            values = values.to(torch.promote_types(values.dtype, self.dtype))  # bfloat16 rounds float16's limit up
             values = torch.where(values.isinf(), values, values.clamp(-limit, limit))
         arriving = values.to(self.dtype).contiguous()
         return (arriving.view(torch.uint8),), arriving

@@ -59,6 +59,20 @@ def test_positions_that_an_int32_does_not_hold_are_refused():
         SparseCode("int32").send(torch.tensor([5, 2**31]), torch.ones(2), 2**31 + 64, Checks())
 
 
+def test_all_positions_that_an_int32_holds_arrive():
+    last = torch.tensor([0, 2**31 - 1])
+    message, _, _ = INT32.encode(last, torch.ones(2), 2**31)
+    assert torch.equal(INT32.decode(message, 2, 2**31, rank=0)[0], last)
+
+
+@pytest.mark.parametrize("kind", ["rice", "int32"])
+def test_messages_without_coordinates(kind):
+    code = SparseCode(kind)
+    messages = torch.stack([code.encode(torch.arange(0), torch.ones(0), 300)[0]] * 3)
+    assert [len(part) for part in code.decode_rows(messages, 0, 300, range(3))] == [0, 0, 3]
+    assert [part.shape for part in code.receive(messages, 0, 300, range(3), Checks())] == [(3, 0)] * 2
+
+
 def test_coordinates_lie_where_they_always_did():
     message, _, _ = SparseCode("int32", "fp16").encode(torch.tensor([2, 5, 9]), torch.tensor([1.0, -2.0, 0.5]), 300)
     assert message[:12].view(torch.int32).tolist() == [2, 5, 9]
@@ -67,10 +81,12 @@ def test_coordinates_lie_where_they_always_did():
     assert len(message) == 24
 
 
-def test_values_out_of_range_saturate_but_infinity_stays_visible():
-    values = torch.tensor([1e6, -1e6, float("inf"), 3.0])
-    _, _, arriving = SparseCode("int32", "fp16").encode(torch.arange(4), values, 300)
-    assert arriving.tolist() == [65504.0, -65504.0, float("inf"), 3.0]
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_values_out_of_range_saturate_but_infinity_stays_visible(dtype):
+    values = torch.tensor([1e6, -1e6, float("inf"), 3.0], dtype=dtype)
+    message, _, _ = SparseCode("int32", "fp16").encode(torch.arange(4), values, 300)
+    _, arrived = SparseCode("int32", "fp16").decode(message, 4, 300, rank=0)
+    assert arrived.tolist() == [65504.0, -65504.0, float("inf"), 3.0]
 
 
 @given(position=st.integers(0, 99), index=st.one_of(st.integers(-(2**31), -1), st.integers(300, 2**31 - 1)))

@@ -16,6 +16,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -73,7 +74,8 @@ class Training:
     def __init__(self, system: str, name: str, arguments: argparse.Namespace) -> None:
         torch.manual_seed(0)
         device = self.device = arguments.device
-        made = resnet50(device) if name == "resnet50" else gpt(name, device)
+        with device:  # one CPU core needs seconds for the weights of a GPT, and each turn of a system makes it anew
+            made = resnet50(device) if name == "resnet50" else gpt(name, device)
         self.model, self.loss = made[0].to(device), made[1]
         sgd = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         self.optimizer: Any = sgd
@@ -127,7 +129,9 @@ def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for _ in range(WARMUP):
                 training.step()
             times = found.setdefault(system, {"seconds": []})
-            times["seconds"] += [training.seconds() for _ in range(arguments.rounds)]
+            turns = [training.seconds() for _ in range(arguments.rounds)]
+            times["seconds"] += turns
+            print(f"{name}, turn {turn + 1}, {system}: {1e3 * statistics.median(turns):.2f} ms", file=sys.stderr)
             times |= {"memory": peak(device), "numel": sum(p.numel() for p in training.model.parameters())}
             if system != BARE and turn == 0:
                 telemetry = training.optimizer.telemetry
@@ -245,8 +249,8 @@ def main() -> None:
         found = measure(name, arguments)
         print(f"{table(found, arguments.ranks)}\n", flush=True)
         records += found
-    if arguments.json:
-        arguments.json.write_text(json.dumps(records, indent=1))
+        if arguments.json:
+            arguments.json.write_text(json.dumps(records, indent=1))
     if arguments.trace:
         trace(arguments.models[0], arguments, arguments.trace)
         rows = spans_of(arguments.trace)

@@ -29,7 +29,7 @@ mkdir -p "$folder"
 echo "## $(date -u +%F): $*" >>"$folder/gpu.md"
 trap 'end $$.' EXIT
 trap 'exit 130' INT TERM
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 failed=0
 
 # end TOKEN: kill whatever has this in its environment, such as ranks, which launchers start in sessions of their own
@@ -92,7 +92,8 @@ if [ "$device" = cuda ]; then
 else
     n=65536 large=131072 models=tiny rounds=1 replicas="--shape 2 2 64 --context 32 --replicas 2 --steps 50"
 fi
-tests=("$python" -m pytest -q -p no:cacheprovider -m gpu)
+# without what compiles every kernel for CUDA once more, into a cache of its own, for machines that have no device
+tests=("$python" -m pytest -q -p no:cacheprovider -m gpu -k "not compiles_for_cuda" --durations=5)
 "$python" -c "import xdist" 2>/dev/null && many=(-n 8) || many=()  # most of their time goes into compiling
 unit=(--ignore tests/unit/kernels --ignore tests/unit/coding tests/unit)
 streaming="accumulate look select block_maxima add_and_maxima copy_scaled pack_signs round_levels select_above peaks"
@@ -109,15 +110,15 @@ if command -v compute-sanitizer >/dev/null; then
     step racecheck 40 compute-sanitizer --tool racecheck --error-exitcode 9 "${every[@]}" select accumulate round_trits
     unset PYTORCH_NO_CUDA_MEMORY_CACHING
 fi
+# shellcheck disable=SC2086
+step models 200 "$python" scripts/bench_models.py --device "$device" --models $models --rounds $rounds \
+    --json "$folder/models.json" --trace "$(mktemp)" --plot "$folder/overlap.png"
+step step 80 "$python" scripts/bench_kernels.py --device "$device" --rounds $rounds --json "$folder/step.json"
 step operations 90 "$python" scripts/bench_operations.py --device "$device" --numel "$n" --rounds $rounds \
     --json "$folder/operations.json"
 # shellcheck disable=SC2086 # a list of names
 step operations-350M 70 "$python" scripts/bench_operations.py --device "$device" --numel "$large" --rounds $rounds \
     --json "$folder/operations-350M.json" $streaming
-step step 80 "$python" scripts/bench_kernels.py --device "$device" --rounds $rounds --json "$folder/step.json"
-# shellcheck disable=SC2086
-step models 200 "$python" scripts/bench_models.py --device "$device" --models $models --rounds $rounds \
-    --json "$folder/models.json" --trace "$(mktemp)" --plot "$folder/overlap.png"
 # shellcheck disable=SC2086
 step replicas 440 "$python" scripts/bench_replicas.py --device "$device" --seconds 380 --folder "$(mktemp -d)" \
     --plot "$folder/replicas.png" $replicas

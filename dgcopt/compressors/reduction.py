@@ -255,7 +255,7 @@ class OwnerReduction:
             add_to(sums)
             if refusal is None and not gather(sums, arrived).isfinite().all():
                 refusal = Refusal(_not_finite(values.split(counts.tolist()), ctx.rank), readable=True)
-            places = self._largest(sums, arrived, ctx.size) if refusal is None else arrived[:0]
+            places = self._largest(sums, arrived, ctx) if refusal is None else arrived[:0]
             chosen = gather(sums, places)
         if math.isinf(self.keep):
             # 1 at least, as a message of none has no room for a refusal
@@ -289,11 +289,14 @@ class OwnerReduction:
             return ctx.memory.shard(SUMS, sharding, ctx.rank).held
         return torch.zeros(sharding.length, dtype=at_least_float32(ctx.dtype), device=ctx.device)
 
-    def _largest(self, sums: Tensor, arrived: Tensor, size: int) -> Tensor:
+    def _largest(self, sums: Tensor, arrived: Tensor, ctx: Context) -> Tensor:
         """Return the places of the sums that this rank forwards."""
         if math.isinf(self.keep):
             return arrived.unique()
-        groups = Groups([[(0, len(sums))]], [self._forwarded(size, len(sums))], sums.device)
+        count = self._forwarded(ctx.size, len(sums))
+        groups: Groups | None = ctx.scratch.get("sums")
+        if groups is None or groups.spans != [(0, len(sums), count)]:  # its tables on a GPU are as long as the shard
+            groups = ctx.scratch["sums"] = Groups([[(0, len(sums))]], [count], sums.device)
         places = select(sums, block_maxima(sums), groups)
         return places[gather(sums, places) != 0]
 

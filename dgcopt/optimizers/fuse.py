@@ -11,7 +11,6 @@ kernels make one pass instead of many, so they are the default on a CPU unless t
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from typing import Any, TypeVar
@@ -112,16 +111,16 @@ class Fused(Optimizer):
 
     def lay_out(self) -> None:
         """Move parameters into contiguous memory, if `do_flatten`, before the next step."""
-        self._plans = [Plan(group, self.flattens) for group in self.param_groups]
+        self._plans = [Plan(group, self.param_groups, self.flattens) for group in self.param_groups]
 
     @torch.no_grad()
     def step_in_runs(self, bare: Step) -> None:
         """Run torch's own step on flat tensors."""
         groups = self.param_groups
-        self._plans = self._plans[: len(groups)] + [Plan(g, self.flattens) for g in groups[len(self._plans) :]]
+        self._plans = self._plans[: len(groups)] + [Plan(g, groups, self.flattens) for g in groups[len(self._plans) :]]
         before = [(group, group["params"], group.get("fused")) for group in groups]
         for plan, group in zip(self._plans, groups, strict=True):
-            plan.keep_up(group, self.state)
+            plan.keep_up(group, groups, self.state)
         try:
             for plan, group in zip(self._plans, groups, strict=True):
                 plan.begin(self.state)
@@ -235,7 +234,7 @@ class Run:
         if self._versions_now() != self._versions:
             return False
         grads = self._grads()
-        if any(grad.layout != torch.strided for grad in grads) or _share_memory(grads) != self._share_memory:
+        if not all(map(_is_plain, grads)) or _share_memory(grads) != self._share_memory:
             return False
         if self.flat_grad is not None:
             return True
@@ -280,13 +279,13 @@ class Plan:
     takes_fused_kernel: bool = False
     _may_take_it: bool = False
 
-    def __init__(self, group: dict[str, Any], flattens: bool) -> None:
+    def __init__(self, group: dict[str, Any], groups: Sequence[dict[str, Any]], flattens: bool) -> None:
         self.flattens = flattens
         self.runs: list[Run] = []
         self._alone: list[Tensor] = []
         self._has_grad: list[bool] = []
         self._moves = 0
-        self._lay_out(group["params"])
+        self._lay_out(group["params"], groups)
 
     def stepped(self) -> list[Tensor]:
         """Return the tensors for the optimizer to step."""
@@ -305,7 +304,9 @@ class Plan:
         for run in self.runs:
             run.end(states)
 
-    def keep_up(self, group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) -> None:
+    def keep_up(
+        self, group: dict[str, Any], groups: Sequence[dict[str, Any]], states: dict[Tensor, dict[str, Any]]
+    ) -> None:
         """Update the plan if parameters have moved, other ones have gradients, or the state was replaced."""
         params = group["params"]
         same = len(params) == len(self.params) and all(map(is_, params, self.params))
@@ -313,18 +314,18 @@ class Plan:
         if same and has_grad == self._has_grad and all(run.fits(states) for run in self.runs):
             return
         if not (same and self._lies() and self._follows_gradients()):
-            self._lay_out(params)
+            self._lay_out(params, groups)
         self._has_grad = has_grad
         self._find_runs(group, states)
 
     # -- positions of parameters
     # ----------------------------------------------------------------------------------------
 
-    def _lay_out(self, params: Sequence[Tensor]) -> None:
+    def _lay_out(self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> None:
         """Find the positions of parameters, after moving them together if `do_flatten`."""
         self.params = list(params)
         lying: dict[Any, list[Tensor]] = {}
-        whole = [p for p in _apart(params) if self.flattens or p.is_contiguous()]
+        whole = [p for p in _apart(params, groups) if self.flattens or p.is_contiguous()]
         for param in in_order(whole) if self.flattens else sorted(whole, key=Tensor.data_ptr):
             place = None if self.flattens else _storage(param)
             lying.setdefault((param.dtype, param.device, place), []).append(param)
@@ -444,22 +445,36 @@ def in_order(params: Sequence[Tensor]) -> list[Tensor]:
     return sorted(last_first, key=key)
 
 
-def _apart(params: Sequence[Tensor]) -> list[Tensor]:
-    """Return parameters that are contiguous and share no memory with another."""
-    whole = [param for param in params if _is_whole(param)]
-    whole.sort(key=Tensor.data_ptr)
-    shared = {
-        each
-        for one, other in itertools.pairwise(whole)
-        if one.device == other.device and one.data_ptr() + one.numel() * one.element_size() > other.data_ptr()
-        for each in (one, other)
-    }
+def _apart(params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """Return the parameters of one of the groups that are contiguous and share no memory with another of any group."""
+    held = [param for group in groups for param in group["params"] if _has_memory(param)]
+    held.sort(key=lambda param: (str(param.device), param.data_ptr()))
+    shared: set[Tensor] = set()
+    last = None  # the one that reaches furthest so far
+    for param in held:
+        if last is not None and last.device == param.device and param.data_ptr() < _end(last):
+            shared |= {last, param}
+            last = max(last, param, key=_end)
+        else:
+            last = param
     return [param for param in params if _is_whole(param) and param not in shared]
+
+
+def _has_memory(param: Tensor) -> bool:
+    return (
+        param.layout == torch.strided and param.numel() > 0 and not hasattr(param, "device_mesh") and not param.is_meta
+    )
+
+
+def _end(param: Tensor) -> int:
+    """Return the address behind a parameter's last element."""
+    last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+    return param.data_ptr() + (last + 1) * param.element_size()
 
 
 def _is_whole(param: Tensor) -> bool:
     """Return True if a parameter is contiguous, in rows or channels last."""
-    if param.layout != torch.strided or not param.numel() or hasattr(param, "device_mesh") or param.is_meta:
+    if not _has_memory(param):
         return False
     if param.dim() == 0:  # its state may be per element or per parameter
         return False
@@ -473,7 +488,7 @@ def _fits(grad: Tensor, param: Tensor) -> bool:
     """Return True if a gradient is a plain tensor with the parameter's strides."""
     return (
         type(grad) is Tensor
-        and grad.layout == torch.strided
+        and _is_plain(grad)
         and grad.dtype == param.dtype
         and grad.device == param.device
         and grad.stride() == param.stride()
@@ -484,7 +499,12 @@ def _lies_alike(param: Tensor, state: dict[str, Any]) -> bool:
     """Return True if a parameter is dense and its gradient and state lie as it does, which fused kernels assume."""
     held = [value for value in (param.grad, *state.values()) if isinstance(value, Tensor) and value.dim()]
     dense = torch.empty_like(param, device="meta")
-    return all(each.layout == torch.strided and _order(each) == _order(param) for each in (dense, *held))
+    return all(_is_plain(each) and _order(each) == _order(param) for each in (dense, *held))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return True if memory holds the elements themselves, not their negatives, as of `torch.imag(z.conj())`."""
+    return tensor.layout == torch.strided and not tensor.is_neg()
 
 
 def _order(tensor: Tensor) -> list[tuple[int, int]]:

@@ -224,6 +224,48 @@ def test_adjacent_parameters_are_stepped_together_without_moving() -> None:
     assert fused.seen == [[10, 10]] and memory.eq(torch.tensor([-1.5, -1, -1.5]).repeat_interleave(10)).all()
 
 
+@pytest.mark.parametrize("do_flatten", [True, False])
+@pytest.mark.parametrize("tied", ["parts of one", "transposed", "of two groups"])
+def test_parameters_that_share_memory_stay_tied(tied: str, do_flatten: bool) -> None:
+    def train(fuse: bool) -> list[Tensor]:
+        memory = torch.arange(60.0).view(6, 10)
+        views = {
+            "parts of one": [memory, memory[1], memory[4]],
+            "transposed": [memory, memory.t(), torch.zeros(3)],
+            "of two groups": [torch.zeros(3), memory, memory.view(60)],
+        }
+        params = [nn.Parameter(view) for view in views[tied]]
+        optimizer: Any = optim.SGD([{"params": params[:2]}, {"params": params[2:]}], lr=0.5)
+        if tied != "of two groups":
+            optimizer = optim.SGD(params, lr=0.5)
+        if fuse:
+            optimizer = dgcopt.fuse_optimizer(optimizer, do_flatten)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        return [param.detach() for param in params]
+
+    assert same(train(True), train(False))
+
+
+def test_gradients_that_are_views_of_their_negatives() -> None:
+    def train(fuse: bool) -> list[Tensor]:
+        params = [nn.Parameter(torch.ones(numel)) for numel in (3, 1, 1)]
+        optimizer: Any = optim.SGD(params, lr=0.1, momentum=0.9)
+        if fuse:
+            optimizer = dgcopt.fuse_optimizer(optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            product = torch.complex(*params[1:]).conj() * torch.tensor([1 + 2j])
+            (params[0].sum() + product.real.sum()).backward()
+            assert params[2].grad is not None and params[2].grad.is_neg()
+            optimizer.step()
+        return [param.detach() for param in params]
+
+    assert torch.allclose(torch.cat(train(True)), torch.cat(train(False)))
+
+
 def test_gradients_that_lie_together_now_and_then() -> None:
     def train(fuse: bool) -> Any:
         params = [nn.Parameter(torch.zeros(10)) for _ in range(3)]

@@ -51,7 +51,8 @@ _local: WeakSet[DistributedDataParallel] = WeakSet()
 def keep_gradients_local(model: nn.Module) -> nn.Module:
     """Turn off the averaging of the DistributedDataParallel in `model`, and return the module that DDP has wrapped.
 
-    Raises ConfigError if several ranks train a model that is not wrapped in DDP.
+    Raises ConfigError if several ranks train a model that is not wrapped in DDP, and for a DDP whose gradients are views
+    of its own buckets.
     """
     wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     if not wrapped:
@@ -61,6 +62,11 @@ def keep_gradients_local(model: nn.Module) -> nn.Module:
                 f"train it: let the framework use DDP, or, for sharded parameters, dgcopt.DistributedOptimizer itself"
             )
         return model
+    if wrapped[0].gradient_as_bucket_view:  # results would take the place of DDP's buckets, which later steps then miss
+        raise ConfigError(
+            "DistributedDataParallel has gradient_as_bucket_view=True, and dgcopt writes its results into gradients, "
+            "not into DDP's buckets: set gradient_as_bucket_view=False"
+        )
     if wrapped[0] not in _local:  # a model that is trained again keeps its hook
         wrapped[0].register_comm_hook(None, _as_it_is)
         _local.add(wrapped[0])
@@ -166,7 +172,18 @@ class Exchange:
         checkpoint.save(folder, state, step, keep=1)
 
     def use(self, parts: Parts) -> None:
-        """Let each optimizer's next `load_state_dict` load this rank's part, in place of the state that it is given."""
+        """Let each optimizer's next `load_state_dict` load this rank's part, in place of the state that it is given.
+
+        A compressor leaves out parts that averaging has saved, with a warning: weights and momenta in them differ
+        between ranks.
+        """
+        if "model" in parts and not isinstance(self.method, Averaging):
+            log.warning(
+                "dgcopt: the ranks' parts are of an averaging algorithm, and %s needs equal replicas: training resumes "
+                "from the weights and the optimizer's state of rank 0",
+                type(self.method).__name__,
+            )
+            parts = {}
         self._loaded = {**parts, "optimizers": dict(zip(self.optimizers, parts.get("optimizers", ()), strict=False))}
 
     def check(self, parts: Parts, folder: str | Path) -> None:
@@ -180,7 +197,7 @@ class Exchange:
     def resume(self, parts: Parts) -> None:
         """Load this rank's part."""
         self.use(parts)
-        for optimizer, own in zip(self.optimizers, parts["optimizers"], strict=True):
+        for optimizer, own in [*self._loaded["optimizers"].items()]:
             optimizer.load_state_dict(own)
 
     def load_weights(self) -> None:

@@ -399,6 +399,15 @@ def loads_each(optimizer: Any, kept: list[tuple[Tensor, Any]], load: Callable[[i
     return found
 
 
+def switched(name: str, folder: Path) -> dict[str, bool]:
+    """A checkpoint of LocalSGD resumes with DGC, from rank 0's weights on all ranks."""
+    with warnings_of_dgcopt() as lines:
+        weights, _ = FRAMEWORKS[name](compressor(), folder / "LocalSGD", HALF)
+    sums = torch.empty(2, dtype=torch.float64)
+    torch.distributed.all_gather_into_tensor(sums, weights.double().sum().reshape(1))
+    return {"switched": bool(sums[0] == sums[1]), "told": len(lines) == 1 and "of rank 0" in lines[0]}
+
+
 FURTHER = {
     "trainer": further_in_trainer,
     "lightning": further_in_lightning,
@@ -433,4 +442,5 @@ if __name__ == "__main__":
         folder = Path(sys.argv[1]) / framework
         for line in told(framework, folder):
             print(json.dumps(line), flush=True)
-        print(json.dumps({"further": framework, **FURTHER[framework](folder / "further")}), flush=True)
+        found = {**FURTHER[framework](folder / "further"), **switched(framework, folder)}
+        print(json.dumps({"further": framework, **found}), flush=True)

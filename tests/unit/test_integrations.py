@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -39,6 +40,19 @@ def test_each_optimizer_takes_a_copy_of_the_compressor_and_its_own_parameters() 
 def test_a_single_process_needs_no_ddp() -> None:
     model = nn.Linear(3, 2)
     assert keep_gradients_local(model) is model
+
+
+def test_gradients_in_the_buckets_of_ddp_are_refused(tmp_path: Path) -> None:
+    """A gradient that is DDP's own view of a bucket would point elsewhere after the first result, and the view with it."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for is_view in (False, True):
+            model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2), gradient_as_bucket_view=is_view)
+            with pytest.raises(dgcopt.ConfigError, match="False") if is_view else nullcontext():
+                keep_gradients_local(model)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -83,6 +97,31 @@ def test_parts_of_another_checkpoint_are_left_out(tmp_path: Path, caplog: pytest
         assert ("of another checkpoint" in caplog.text) != own
         momentum = bare.state[model.weight]["momentum_buffer"]
         assert torch.equal(momentum, state["state"][0]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_parts_of_averaged_ranks_are_left_out_by_a_compressor(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, resumes: bool
+) -> None:
+    model = nn.Linear(3, 2)
+    averaged, bare = (SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
+    saving = Exchange(model, [averaged], dgcopt.LocalSGD(every=2))
+    model(torch.ones(1, 3)).sum().backward()
+    averaged.step()
+    saving.save(tmp_path, 0)
+    of_rank_0 = copy.deepcopy(averaged.state_dict())
+    of_rank_0["state"][0]["momentum_buffer"].fill_(7.0)
+    bare.load_state_dict(of_rank_0)  # as Trainer does before a method is attached
+    exchange = Exchange(model, [bare], dgcopt.TopK(0.1))
+    model.weight.data.fill_(5.0)
+    if resumes:
+        exchange.resume(read(tmp_path))
+    else:
+        exchange.use(read(tmp_path))
+        bare.load_state_dict(of_rank_0)
+    exchange.load_weights()
+    assert bool((model.weight == 5.0).all()) and bool((bare.state[model.weight]["momentum_buffer"] == 7.0).all())
+    assert "resumes from the weights and the optimizer's state of rank 0" in caplog.text
 
 
 @patch.dict(os.environ)  # Fabric sets torchrun's variables

@@ -378,11 +378,11 @@ def _recipes(arguments: argparse.Namespace, model: Model, device: torch.device) 
             raise ConfigError(f"{arguments.costs} has no costs of {', '.join(missing)}: it has {', '.join(recorded)}")
         _check_conditions(arguments, model, device, known[model.name])
         return [one for one in known[model.name] if wanted is None or one.name in (*BASELINES, *wanted)]
-    known: dict[str, list[Recipe]] = {}
+    others: dict[str, list[Recipe]] = {}
     if arguments.save_costs is not None:
         if arguments.save_costs.exists():
-            known = load_recipes(arguments.save_costs)
-        save_recipes(known, arguments.save_costs)  # fails before minutes are spent on recording
+            others = load_recipes(arguments.save_costs)
+        save_recipes(others, arguments.save_costs)  # fails before minutes are spent on recording
     if wanted is None and arguments.ranks <= local:
         wanted = [*CANDIDATES]
     recipes = recipes_of(
@@ -395,7 +395,7 @@ def _recipes(arguments: argparse.Namespace, model: Model, device: torch.device) 
         before=lambda name: print(f"recording {name}", file=sys.stderr),
     )
     if arguments.save_costs is not None:
-        save_recipes({**known, model.name: recipes}, arguments.save_costs)
+        save_recipes({**others, model.name: recipes}, arguments.save_costs)
     return recipes
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import statistics
@@ -32,7 +33,7 @@ class Run:
     Attributes:
         name: of its folder.
         entries: of the history that hold a loss.
-        result: of the whole run; empty before its end.
+        result: of the whole run; empty before its end, also that of a resumed run.
         notes: lines of the history about choices, with their steps.
         phases: seconds by phase and step in the trace of each rank: `[rank][phase]`.
         sent: bytes of messages by bucket over the traced steps of rank 0.
@@ -63,6 +64,8 @@ def read_run(folder: Path) -> Run:
     except ValueError as error:
         raise ConfigError(f"{path} is damaged: {error}. Delete it to see the history alone") from error
     result = _checked(result, path, ())
+    if entries and result.get("steps", math.inf) < entries[-1]["step"]:
+        result = {}  # of an earlier part of a run that was resumed, and has not ended
     notes = [str(one["note"]) for one in entries if "note" in one]
     # any bytes; of "." too
     name = os.fsencode(folder.name or folder.resolve().name).decode("utf-8", "backslashreplace")
@@ -170,7 +173,7 @@ def _rows(runs: Sequence[Run]) -> list[list[str]]:
         found = {**last, **run.result}
         sent = found.get("sent_bytes")
         values = [found.get("workers"), found.get("steps", found.get("step")), found.get("accuracy"), last.get("loss")]
-        values += [found.get("seconds"), sent and sent / 1e6, found.get("ratio_fp32"), last.get("skipped")]
+        values += [found.get("seconds"), sent and sent / 1e6, found.get("ratio_fp32"), found.get("skipped")]
         rows.append([run.name, *("" if value is None else f"{value:.4g}" for value in values)])
     return rows
 

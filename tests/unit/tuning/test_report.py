@@ -17,7 +17,7 @@ import dgcopt
 from dgcopt import ConfigError
 from dgcopt.__main__ import main
 from dgcopt.exchange.trace import ROWS, Trace
-from dgcopt.tuning.report import read_run, read_trace, write_report
+from dgcopt.tuning.report import _rows, read_run, read_trace, write_report
 from tests.support.worlds import Ranks
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -80,6 +80,18 @@ def test_a_run_is_read_up_to_its_last_whole_line(traced: Path) -> None:
     assert run.steps == STEPS and set(run.phases) == {0}
     assert sum(run.phases[0][row] for row in ("compress", "apply")) > 0
     assert len(run.sent) > 1, "several buckets"
+
+
+def test_numbers_of_a_whole_run_are_those_of_its_end(tmp_path: Path) -> None:
+    """Skipped steps after the last entry count; the result of a run that was resumed, and goes on, does not."""
+    folder = history(tmp_path / "run", [3.0, 2.0, 1.0], skipped=1)
+    result = {"steps": 30, "accuracy": 0.5, "seconds": 7.0, "skipped": 2}
+    (folder / "result.json").write_text(json.dumps(result))
+    (row,) = _rows([read_run(folder)])
+    assert (row[2], row[3], row[5], row[-1]) == ("30", "0.5", "7", "2")
+    (folder / "result.json").write_text(json.dumps(result | {"steps": 20}))
+    (row,) = _rows([read_run(folder)])
+    assert (row[2], row[3], row[5], row[-1]) == ("30", "", "6", "1")
 
 
 def test_the_page_holds_all_it_shows(traced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,12 +35,15 @@ class Turns(Generic[Stepper]):
         self._expected: weakref.ref[Stepper] | None = None
         self._last: weakref.ref[Stepper] | None = None
         self._after: WeakKeyDictionary[Stepper, weakref.ref[Stepper]] = WeakKeyDictionary()
+        self._added: WeakKeyDictionary[Stepper, int] = WeakKeyDictionary()
+        self._count = 0
 
     def share(self, stepper: Stepper) -> None:
         """Add an optimizer to those of the wire, and learn the order anew from the next step on."""
         self.are_shared = self._last is not None
         self._is_known = not self.are_shared
         self._after.clear()
+        self._added[stepper], self._count = self._count, self._count + 1
         if not self.are_shared:
             self._expected = self._last = weakref.ref(stepper)
 
@@ -57,6 +60,10 @@ class Turns(Generic[Stepper]):
     def last(self) -> Stepper | None:
         """The optimizer that has stepped last; the first one before any step."""
         return None if self._last is None else self._last()
+
+    def added_after(self, stepper: Stepper) -> list[Stepper]:
+        """Return the living optimizers of the wire that were added after another one."""
+        return [other for other, place in self._added.items() if place > self._added[stepper]]
 
     def came(self, stepper: Stepper) -> None:
         """Record the step of an optimizer."""

@@ -123,7 +123,7 @@ class Engine:
             self._warn_of_weight_changes()
         if self._tuner is not None and self._tuner.watching:
             self._tuner.arrived(param)
-        if announced > 1 and tracker.passes[param] > announced:
+        if announced > 1 and tracker.passes[param] > announced and not self._is_replaced_for(param):
             raise self._too_many_passes(param, announced)
         bucket = outgoing.arrived(param, is_last)
         if bucket is not None and gradients.may_launch_early:
@@ -154,6 +154,10 @@ class Engine:
             "these methods",
             *(self.comm.rank, type(self.wrapped.optimizer).__name__),
         )
+
+    def _is_replaced_for(self, param: Tensor) -> bool:
+        """Return True if a later optimizer trains a parameter: nobody steps this one, which may be freed late."""
+        return any(param in other.names for other in self.turns.added_after(self.gradients))
 
     def _too_many_passes(self, param: Tensor, announced: int) -> RuntimeError:
         return RuntimeError(

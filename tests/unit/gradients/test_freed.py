@@ -90,6 +90,29 @@ def test_an_optimizer_replaced_on_its_parameters_is_freed_at_another_time_on_eac
     assert torch.equal(*(model.weight for model in models))
 
 
+def test_an_optimizer_that_was_replaced_counts_no_passes_too_many() -> None:
+    """It lives until garbage collection finds it, and hears of gradients that another one steps."""
+    comms, models = dgcopt.simulated_world(2), make_models()
+    alive = []
+    for _ in range(2):  # interrupted after one of two passes, and begun anew
+        optimizers = [
+            dgcopt.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), comm=comm, backward_passes_per_step=2
+            )
+            for model, comm in zip(models, comms, strict=True)
+        ]
+        alive.append(optimizers)
+        for model in models:
+            model(torch.ones(2, 64)).sum().backward()
+    for model in models:
+        model(torch.ones(2, 64)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="computed 3 times"):
+        for _ in range(3):
+            models[0](torch.ones(2, 64)).sum().backward()
+
+
 @pytest.mark.parametrize("freed", [(), (0,), (1,), (0, 1)])
 def test_an_optimizer_dropped_between_backward_and_step_is_freed_at_another_time_on_each_rank(freed) -> None:
     """Garbage collection runs at other times on the ranks; the exchanges that were in flight end for all."""

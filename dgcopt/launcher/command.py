@@ -117,7 +117,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("-np", type=int, metavar="N", help="ranks in all; with --nnodes, ranks on each machine")
     option("-H", "--hosts", metavar="HOST:N,...", help="machines, and how many ranks each may have")
-    option("--hostfile", metavar="FILE", help="the same, a line `HOST slots=N` or `HOST:N` each")
+    option(
+        "--hostfile", metavar="FILE", help="the same, a line `HOST slots=N` or `HOST:N` each, or `HOST` once per rank"
+    )
     option("--nnodes", metavar="MIN[:MAX]", help="this command is given on so many machines; torchrun only")
     option("--rdzv-endpoint", metavar="HOST:PORT", help="rendezvous of all machines: the first, and a free port")
     option("--max-restarts", type=int, metavar="N", help="start all ranks anew so many times; torchrun only")
@@ -141,7 +143,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def hosts_in(text: str) -> list[Host]:
     """Parse machines of `-H`, or of the lines of a hostfile. Raises ConfigError for invalid ones."""
     lines = [line.partition("#")[0].strip() for line in re.split(r"[,\n]", text)]
-    hosts = []
+    hosts: list[Host] = []
+    bare: dict[str, int] = {}  # place among the hosts; PBS, LSF and Open MPI name a machine once for each rank
     for line in filter(None, lines):
         # a name that begins with a dash would be an option of ssh, horovodrun or mpirun
         match = re.fullmatch(r"([^\W_][\w.@-]*)(?:(?::|\s+slots\s*=\s*)([1-9][0-9]{0,5}))?", line, re.ASCII)
@@ -149,6 +152,12 @@ def hosts_in(text: str) -> list[Host]:
             raise ConfigError(
                 f"{line!r:.200} names no machine: write HOST:N, or HOST slots=N in a file, with N of 1 or more"
             )
+        if match[2] is None and match[1] in bare:
+            place = bare[match[1]]
+            hosts[place] = Host(match[1], hosts[place].slots + 1)
+            continue
+        if match[2] is None:
+            bare[match[1]] = len(hosts)
         hosts.append(Host(match[1], int(match[2] or 1)))
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})

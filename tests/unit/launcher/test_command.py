@@ -283,6 +283,10 @@ def test_no_ssh_starts_nothing(here: Here) -> None:
 def test_hosts() -> None:
     assert list(map(str, hosts_in("a,b:3"))) == ["a:1", "b:3"]
     assert list(map(str, hosts_in("a slots=2\n# none\nb slots = 4"))) == ["a:2", "b:4"]
+    assert list(map(str, hosts_in("a\na\nb\na\nc:2\n"))) == ["a:3", "b:1", "c:2"], "as PBS and LSF write it"
+    for text in ("a\na slots=2", "a:2,a"):
+        with pytest.raises(dgcopt.ConfigError, match="a is named twice: give each machine once"):
+            hosts_in(text)
 
 
 def test_a_dry_run_starts_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +22,9 @@ from ..errors import CheckpointError, ConfigError
 from ..errors.checks import check_flag, check_whole, is_number
 
 __all__ = ["LoadBalancingDistributedBatchSampler", "LoadBalancingDistributedSampler"]
+
+
+_COSTS = "checksum_of_costs"
 
 
 class Resumable:
@@ -56,7 +61,7 @@ class Resumable:
         differing = [
             f"{name} was {state.get(name)!r} and is {value!r}"
             for name, value in self.setting().items()
-            if state.get(name) != value
+            if state.get(name, value if name == _COSTS else None) != value  # earlier versions saved no costs
         ]
         if differing:
             raise CheckpointError(
@@ -146,6 +151,7 @@ class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
         self.random_level = float(random_level)
         self.dataset = dataset
         self.costs = _costs_of(dataset, complexity_fn)
+        self._checksum = zlib.crc32(array("d", self.costs.tolist()))
 
     def _follow_ranks(self) -> None:
         if self._comm is not None:
@@ -156,6 +162,7 @@ class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
     def setting(self) -> dict[str, Any]:
         return {
             "samples": len(self.costs),
+            _COSTS: self._checksum,
             "num_replicas": self.num_replicas,
             "shuffle": self.shuffle,
             "seed": self.seed,

@@ -62,7 +62,7 @@ def keep_gradients_local(model: nn.Module) -> nn.Module:
                 f"train it: let the framework use DDP, or, for sharded parameters, dgcopt.DistributedOptimizer itself"
             )
         return model
-    if wrapped[0].gradient_as_bucket_view:  # results would take the place of DDP's buckets, which later steps then miss
+    if wrapped[0].gradient_as_bucket_view:  # DDP's views would point to results, past its buckets
         raise ConfigError(
             "DistributedDataParallel has gradient_as_bucket_view=True, and dgcopt writes its results into gradients, "
             "not into DDP's buckets: set gradient_as_bucket_view=False"

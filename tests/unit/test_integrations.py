@@ -43,7 +43,7 @@ def test_a_single_process_needs_no_ddp() -> None:
 
 
 def test_gradients_in_the_buckets_of_ddp_are_refused(tmp_path: Path) -> None:
-    """A gradient that is DDP's own view of a bucket would point elsewhere after the first result, and the view with it."""
+    """A gradient that is DDP's own view of a bucket would point to the first result, past that bucket."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -276,7 +276,7 @@ class Comm(Failures, ABC):
                 f"rank {self.rank}: {collective.describe()}: this wire is closed. Join by dgcopt.init(), and let each "
                 f"optimizer join by optimizer.rejoin()."
             )
-        tensor = collective.tensor.contiguous()
+        tensor = collective.tensor.resolve_conj().resolve_neg().contiguous()  # wires send memory as it is
         if tensor.numel() == 1 and set(tensor.stride()) - {1}:
             # contiguous by any strides, but some do not allow a view of its bytes
             tensor = tensor.clone(memory_format=torch.contiguous_format)

@@ -76,7 +76,9 @@ class _Session:
     def leave_mark(self) -> None:
         """Start an allreduce without a waiter, for `is_over`: `hvd.shutdown()` drops its handle."""
         if self._mark is None:
-            self._mark = self.hvd.allreduce_async(torch.zeros(1, dtype=torch.float32), name="dgcopt", op=self.hvd.Sum)
+            self._mark = self.hvd.allreduce_async(
+                torch.zeros(1, dtype=torch.float32, device="cpu"), name="dgcopt", op=self.hvd.Sum
+            )
 
     def is_over(self) -> bool:
         """Return True if Horovod was restarted since, as Horovod Elastic does when workers leave or join."""
@@ -260,7 +262,7 @@ class HorovodComm(Comm):
                 handle = hvd.allgather_async(raw, name=name, process_set=joined)
                 shape = (len(ranks), *shape)
             elif isinstance(collective, AllToAll):
-                each = torch.full((len(ranks),), raw.numel() // len(ranks), dtype=torch.int32)
+                each = torch.full((len(ranks),), raw.numel() // len(ranks), dtype=torch.int32, device="cpu")
                 handle = hvd.alltoall_async(raw, splits=each, name=name, process_set=joined)
             elif isinstance(collective, Broadcast):
                 # a process set's root is named by its rank in the world
@@ -268,7 +270,7 @@ class HorovodComm(Comm):
                 message = tensor if dtype in _MOVED else raw  # in its shape, which Horovod compares
                 handle = hvd.broadcast_async(message, root, name=name, process_set=joined)
             elif isinstance(collective, SendRecv):
-                splits = torch.zeros(len(ranks), dtype=torch.int32)
+                splits = torch.zeros(len(ranks), dtype=torch.int32, device="cpu")
                 if collective.to is not None:
                     splits[collective.to] = raw.numel()
                 message = raw if collective.to is not None else raw[:0]
@@ -277,7 +279,8 @@ class HorovodComm(Comm):
                     return _Unchanged(collective, handle, (0,), dtype)
             elif isinstance(collective, Barrier):
                 shape, dtype = (1,), torch.float32
-                handle = hvd.allreduce_async(torch.zeros(1, dtype=dtype), name=name, op=hvd.Sum, process_set=joined)
+                one = torch.zeros(1, dtype=dtype, device="cpu")
+                handle = hvd.allreduce_async(one, name=name, op=hvd.Sum, process_set=joined)
             else:
                 raise CommError(f"Horovod does not have {collective.describe()}")
         return _Pending(collective, handle, shape, dtype)

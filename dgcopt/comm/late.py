@@ -66,7 +66,7 @@ def gone(groups: Sequence[dist.ProcessGroup | None], others: Mapping[int, int]) 
 def _reaches(rank: int, group: dist.ProcessGroup | None) -> bool:
     """Return True if Gloo accepts a message to a rank, without waiting for its arrival."""
     try:
-        dist.isend(torch.zeros(1), rank, group, tag=PROBE)
+        dist.isend(torch.zeros(1, device="cpu"), rank, group, tag=PROBE)
     except RuntimeError:
         return False
     return True

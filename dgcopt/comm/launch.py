@@ -95,6 +95,10 @@ def init(
                 f"dgcopt.init(streams={streams}): this process has already joined with {_current.streams}; say so the "
                 f"first time"
             )
+        if survive and not _current.survives and (STORE in os.environ or _current.wire != "local"):
+            raise ConfigError(
+                "dgcopt.init(survive=True): this process has already joined without; say so the first time"
+            )
         return _current
     check_positive(deadline, "deadline")
     check_flag(checksums, "checksums")

@@ -54,6 +54,8 @@ class _Meeting:
                 raise MismatchError(
                     f"rank {rank} started {collective.describe()}, but rank {other} started {theirs.describe()}"
                 )
+            if isinstance(collective, Broadcast) and collective.root != getattr(theirs, "root", None):
+                raise MismatchError(f"rank {rank} and rank {other} name different roots of {collective.describe()}")
         self.parts[rank] = collective
         if len(self.parts) == len(self.ranks):
             self._meet()

@@ -85,10 +85,13 @@ class Works(Handle):
         return all(work.is_completed() for work in self.works)
 
     def wait(self, seconds: float) -> None:
-        """Wait for the library, once: waiting for one of Gloo's receives again fails."""
+        """Wait for the library, once: waiting for one of Gloo's receives again fails.
+
+        A work stays until it has succeeded, so that a wait after a failed one does not take its memory for the result.
+        """
         on_cpu, end = self.output.is_cpu, time.monotonic() + seconds
         while self.works:
-            work = self.works.pop()
+            work = self.works[-1]
             left = timedelta(seconds=max(end - time.monotonic(), 0.001))  # Gloo takes 0 for no limit
             try:
                 # on NCCL this only orders the streams: the host continues, and the process group's own deadline holds
@@ -96,6 +99,7 @@ class Works(Handle):
             except RuntimeError:
                 _GIVEN_UP[:] = [one for one in (*_GIVEN_UP, work) if not one.is_completed()]  # each holds its tensors
                 raise
+            self.works.pop()
 
     def result(self) -> Tensor:
         if self.rows and isinstance(self.collective, AllReduce):

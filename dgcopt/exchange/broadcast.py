@@ -178,7 +178,8 @@ def _encode(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         check_not_sharded("a tensor in it", value)
         # as bytes, because not every wire has every dtype
-        tensors.append(value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8))
+        whole = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        tensors.append(whole.as_strided((whole.numel(),), (1,)).view(torch.uint8))  # one element may have any strides
         return ["tensor", [len(tensors) - 1, str(value.dtype).removeprefix("torch."), list(value.shape)]]
     if isinstance(value, dict):
         return ["dict", [[_encode(k, tensors), _encode(v, tensors)] for k, v in value.items()]]

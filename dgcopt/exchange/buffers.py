@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from typing import Literal, TypeAlias
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class Buffers:
         self.model = model
         self.every = check_whole(every, "every", 1)
         self.how = how
-        self._compared: WeakSet[Comm] = WeakSet()  # the wires over which ranks have
+        self._compared: WeakKeyDictionary[Comm, int] = WeakKeyDictionary()  # by wire, the membership that has
         if not self._found():
             raise ConfigError(
                 "the model has no buffers to synchronise. Remove sync_buffers (layer norm and "
@@ -92,11 +92,11 @@ class Buffers:
         Raises MismatchError, on all ranks, at the first step if their buffers or settings differ.
         """
         found = self._found()
-        if comm not in self._compared:
+        if self._compared.get(comm) != comm.generation:  # a rank that has come back compares for the first time
             lines = [f"buffers: {self.how}, every {self.every} steps"]
             lines += [f"buffer {name}: {buffer.dtype} {tuple(buffer.shape)}" for name, buffer in found.items()]
             yield from compare(lines, comm.rank, "buffers")
-            self._compared.add(comm)
+            self._compared[comm] = comm.generation
         if step % self.every:
             return
         told = yield AllGather(torch.tensor([active]), group="control", label="who has seen data")
@@ -116,9 +116,7 @@ class Buffers:
             _write(alike, total)
         whole = [buffer for buffer in found.values() if all(buffer is not other for other in averaged)]
         if whole:
-            sent = torch.cat(
-                [buffer.contiguous().reshape(-1).view(torch.uint8).to(whole[0].device) for buffer in whole]
-            )
+            sent = torch.cat([_bytes(buffer).to(whole[0].device) for buffer in whole])
             received = yield Broadcast(comm.to_wire(sent), root=there[0], label="buffers")
             if in_shards:
                 received = (yield AllGather(received, group="replica", label="buffers of shards"))[0]
@@ -126,6 +124,11 @@ class Buffers:
                 spans = received.split([buffer.nbytes for buffer in whole])
                 for buffer, span in zip(whole, spans, strict=True):
                     buffer.copy_(span.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def _bytes(buffer: Tensor) -> Tensor:
+    """Return a buffer's bytes; one of a single element is contiguous by any strides."""
+    return buffer.contiguous().as_strided((buffer.numel(),), (1,)).view(torch.uint8)
 
 
 def _write(buffers: list[Tensor], values: Tensor) -> None:

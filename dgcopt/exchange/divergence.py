@@ -148,10 +148,12 @@ def digests(tensors: Mapping[str, Sequence[Tensor]]) -> Tensor:
 
 def _summary(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes, or 16 bytes of hash if there are many: uint8, flat, on its device."""
-    data = _whole(tensor.detach()).contiguous().view(-1).view(torch.uint8)
+    whole = _whole(tensor.detach()).contiguous()
+    data = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # one element is contiguous by any strides
     return data if len(data) <= SMALL else hash_of(data).view(torch.uint8)
 
 
 def _whole(tensor: Tensor) -> Tensor:
     """Return every element: SGD's momentum of a sparse gradient is sparse too, and may hold a row in several parts."""
-    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+    whole = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    return whole.resolve_conj().resolve_neg()

@@ -78,7 +78,7 @@ class Buddy:
             start: starts a collective with a label.
         """
         counts = [param.numel() for param in params.values()]
-        flat = torch.zeros(sum(counts), dtype=torch.float32)
+        flat = torch.zeros(sum(counts), dtype=torch.float32, device="cpu")
         for (name, _), view in zip(params.items(), flat.split(counts), strict=True):
             for kind, by_name in memory.items():
                 if is_unsent(kind) and name in by_name:

@@ -127,7 +127,7 @@ class Runner:
                 if job is None:
                     return
                 self.add(job)
-            self._step(None if self._awaited is None else self.comm.wait(self._awaited))
+            self._step(None if self._awaited is None else self.scheduler.wait(self._awaited))
 
     def serve(self) -> bool:
         """Run the next job that is offered; return False if there is none."""

@@ -62,10 +62,11 @@ class Segment:
         """
         if tensor.layout != torch.strided:
             tensor = tensor.to_dense()
+        tensor = tensor.detach().resolve_neg()  # loops read memory, in which a lazy negation has not happened
         order, _ = self._lies
         if order is IN_ROWS:
-            return tensor.detach().reshape(-1).contiguous()
-        return tensor.detach().contiguous(memory_format=order).as_strided((self.numel,), (1,))
+            return tensor.reshape(-1).contiguous()
+        return tensor.contiguous(memory_format=order).as_strided((self.numel,), (1,))
 
     @cached_property
     def _lies(self) -> tuple[torch.memory_format, tuple[int, ...]]:

@@ -388,7 +388,7 @@ def sparse_allreduce_async(
                 f"for {places.shape[1]} indices, not all of which lie within {tuple(tensor.shape)}: {DAMAGED}"
             )
         gathered = gathered / process_set.size() if chosen == Average else gathered
-        return torch.sparse_coo_tensor(places, gathered, tensor.shape)
+        return torch.sparse_coo_tensor(places, gathered, tensor.shape, device=gathered.device)
 
     return finish
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +22,13 @@ __all__ = ["Handle", "Plan", "announce", "asynchronous", "blocking", "grouped", 
 
 
 class Handle:
-    """A collective in flight, for `poll` and `synchronize`."""
+    """A collective in flight, for `poll` and `synchronize`, which several threads may call."""
 
     def __init__(self, is_done: Callable[[], bool], finish: Callable[[], Any]) -> None:
         self._is_done = is_done
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
+        self._lock = threading.Lock()
 
     def is_done(self) -> bool:
         """Return True if `result` would return at once."""
@@ -34,9 +36,10 @@ class Handle:
 
     def result(self) -> Any:
         """Wait for the result."""
-        if self._finish is not None:
-            self._result, self._finish = self._finish(), None
-        return self._result
+        with self._lock:
+            if self._finish is not None:
+                self._result, self._finish = self._finish(), None
+            return self._result
 
 
 def poll(handle: Handle) -> bool:

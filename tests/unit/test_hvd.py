@@ -3,6 +3,8 @@
 import inspect
 import subprocess
 import sys
+import threading
+import time
 import types
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 import dgcopt
 import dgcopt.hvd as hvd
+from dgcopt.hvd.variants import Handle
 
 CALLS = {
     "rank": (),
@@ -131,7 +134,26 @@ def test_a_default_device_is_not_followed(alone):
         hvd.barrier()
         hvd.allgather(tensor).sum().backward()
         assert hvd.alltoall(tensor, [2])[1].is_cpu
+        assert hvd.sparse_allreduce_async(torch.eye(2, device="cpu").to_sparse(), "eye", hvd.Sum)().is_cpu
     assert tensor.grad.eq(1).all()
+
+
+def test_threads_that_wait_for_one_handle_share_its_result():
+    """Each would divide the sum that has arrived by the number of ranks."""
+    sums = [6.0]
+
+    def finish():
+        time.sleep(0.05)
+        sums[0] /= 2
+        return sums[0]
+
+    handle, found = Handle(lambda: True, finish), []
+    threads = [threading.Thread(target=lambda: found.append(hvd.synchronize(handle))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [3.0] * 3
 
 
 def test_shutdown_and_init_again(alone):

@@ -54,6 +54,8 @@ def test_clean_messages_pass_unchanged(dtype, group):
 
 def test_odd_shapes():
     compare(lambda rank: AllGather(torch.tensor(float(rank))))
+    compare(lambda rank: AllGather(torch.arange(2.0)[::2]))  # contiguous by any strides
+    compare(lambda rank: AllReduce(torch.arange(2)[::2], op="max"))
     compare(lambda rank: AllReduce(torch.tensor(float(rank))))
     compare(lambda rank: AllReduce(torch.zeros(0)))
     compare(lambda rank: AllToAll(torch.arange(24).view(4, 2, 3).permute(2, 1, 0) + rank))
@@ -153,3 +155,10 @@ def test_run_and_drive_are_protected_where_checksums_are_on():
         for result in (comms[0].run(AllGather(torch.ones(2))), comms[0].drive(one(AllGather(torch.ones(2))))):
             assert torch.equal(result, torch.ones(2, 2))
         assert sizes == [nbytes] * 2
+
+
+def test_lazy_conjugates_and_negations():
+    wave = torch.tensor([1 + 2j, 3j, 4.0])
+    for lazy in (wave.conj(), wave.conj().imag):
+        for make in MESSAGES.values():
+            compare(lambda rank, make=make, lazy=lazy: make(lazy, rank))

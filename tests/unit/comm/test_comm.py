@@ -440,3 +440,43 @@ def test_works_of_one_collective_share_its_deadline():
     Works(Barrier(), [Late() for _ in range(3)], torch.zeros(1), 1, False).wait(0.03)
     assert limits[0] <= 0.03 and limits[1] <= limits[0] - 0.02
     assert limits[2] == 0.001, "Gloo takes 0 for no limit"
+
+
+def test_a_wait_after_a_failed_one_fails_too():
+    """The memory of a sum that has not arrived is no result."""
+
+    class Late:
+        def wait(self, limit):
+            raise RuntimeError("timed out")
+
+        def is_completed(self):
+            return False
+
+    works = Works(Barrier(), [Late()], torch.zeros(1), 1, False)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="timed out"):
+            works.wait(0.01)
+        assert not works.done()
+
+
+def test_survival_cannot_be_asked_for_later(joins):
+    joins("torch")
+    launch._current.wire = "torch"
+    with pytest.raises(ConfigError, match=r"survive=True.*joined without"):
+        dgcopt.init(survive=True)
+
+
+def test_lazy_conjugates_and_negations_are_sent_as_they_read():
+    """A wire sends the memory, in which they have not happened."""
+    wave = torch.tensor([1 + 2j, 3j])
+    for lazy in (wave.conj(), wave.conj().imag, torch.tensor(2j).conj().imag):
+        sent = AllGather(lazy)
+        dgcopt.simulated_world(2)[0].start(sent)
+        assert not sent.tensor.is_conj() and not sent.tensor.is_neg() and torch.equal(sent.tensor, lazy)
+
+
+def test_simulated_ranks_that_name_other_roots():
+    comms = dgcopt.simulated_world(2)
+    comms[0].start(Broadcast(torch.zeros(2), root=0))
+    with pytest.raises(dgcopt.MismatchError, match="rank 1 and rank 0 name different roots of Broadcast"):
+        comms[1].start(Broadcast(torch.zeros(2), root=1))

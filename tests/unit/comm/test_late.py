@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dgcopt.comm import late
@@ -42,11 +43,13 @@ def test_a_rank_is_gone_if_no_group_reaches_it(monkeypatch: pytest.MonkeyPatch) 
     reached = {("failed", 0), ("other", 0), ("other", 1)}  # rank 2 by neither
 
     def isend(message: Any, rank: int, group: Any, tag: int) -> None:
-        if (group, rank) not in reached:
+        if (group, rank) not in reached or not message.is_cpu:
             raise RuntimeError("connection closed by peer")
 
     monkeypatch.setattr(dist, "isend", isend)
     groups: Any = ["failed", "other"]
     assert late.gone(groups, {7: 0, 8: 1, 9: 2}) == [9]
     assert late.gone(groups, {7: 0, 8: 1}) == []
+    with torch.device("meta"):  # a default device is not followed
+        assert late.gone(groups, {7: 0, 8: 1}) == []
     assert late.gone([], {9: 2}) == []

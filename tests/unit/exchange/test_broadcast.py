@@ -53,6 +53,7 @@ def test_floats_survive() -> None:
 def test_views_arrive_as_what_they_show() -> None:
     conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
     value = [conjugate, conjugate.imag, torch.arange(6).view(2, 3).t(), torch.zeros(1).expand(4)]
+    value.append(torch.arange(2.0)[::2])  # contiguous by any strides
     assert conjugate.is_conj() and conjugate.imag.is_neg()
     got = broadcast_object(value, comm=LocalComm())
     assert [tensor.tolist() for tensor in got] == [tensor.tolist() for tensor in value]

@@ -69,6 +69,7 @@ def test_every_dtype_arrives_and_its_bytes_are_counted() -> None:
     for rank, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
         net.register_buffer("narrow", torch.full((3, 2), 1.0 + 2 * rank, dtype=torch.bfloat16).t())
         net.register_buffer("flag", torch.tensor([rank == 0]))
+        net.register_buffer("single", torch.tensor([rank, 0])[::2])
         net.register_buffer("empty", torch.zeros(0))
         net.register_buffer("count", torch.tensor(5 + rank), persistent=False)
         dgcopt.sync_buffers(net, optimizer, how="mean")
@@ -80,9 +81,9 @@ def test_every_dtype_arrives_and_its_bytes_are_counted() -> None:
             optimizer.step()
     for net in nets:
         assert torch.equal(net.narrow, torch.full((2, 3), 2.0, dtype=torch.bfloat16))
-        assert net.flag.item() is True and net.count.item() == 5
+        assert net.flag.item() is True and net.count.item() == 5 and net.single.item() == 0
         assert torch.equal(net[1].running_var, nets[0][1].running_var)
-    told, floats, others = 1, 4 * (3 + 3 + 6), 8 + 1 + 8
+    told, floats, others = 1, 4 * (3 + 3 + 6), 8 + 1 + 8 + 8
     vote = 44  # gradients left during backward
     sent = optimizers[0].telemetry.payload_bytes - before  # type: ignore[attr-defined]
     assert sent == vote + told + floats + others, sent
@@ -98,3 +99,17 @@ def test_ranks_that_hold_shards_of_one_replica_get_them_too(how: Literal["broadc
     exchanges = [Buffers(net, 1, how).exchange(comm, 1, True) for net, comm in zip(nets, comms, strict=True)]
     dgcopt.simulate(exchanges, comms)
     assert all((net.running_mean == wanted).all() for net in nets)  # type: ignore[union-attr]
+
+
+def test_all_ranks_compare_again_once_one_has_come_back() -> None:
+    """It compares for the first time: alone it would wait until the deadline, in every step."""
+    comms, nets = dgcopt.simulated_world(2), [nn.BatchNorm1d(3) for _ in range(2)]
+    buffers = [Buffers(net, 1, "broadcast") for net in nets]
+    for generation in range(2):
+        for comm in comms:
+            comm.generation = generation
+        nets[0].running_mean.fill_(generation + 1)  # type: ignore[union-attr, operator]
+        exchanges = [each.exchange(comm, 1, True) for each, comm in zip(buffers, comms, strict=True)]
+        dgcopt.simulate(exchanges, comms)
+        assert nets[1].running_mean.tolist() == [generation + 1] * 3  # type: ignore[union-attr, operator]
+        buffers[1] = Buffers(nets[1], 1, "broadcast")

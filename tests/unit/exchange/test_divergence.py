@@ -89,3 +89,10 @@ def test_shards_that_differ_are_told_how_torch_loads_shards():
     exchanges = [replicas({"w": [torch.full((2,), rank // 2)]}, comm, None, "raise") for rank, comm in enumerate(comms)]
     with pytest.raises(dgcopt.DivergenceError, match=r"set_model_state_dict.*broadcast_from_rank0=True"):
         dgcopt.simulate(exchanges, comms)
+
+
+def test_one_element_has_the_digest_of_its_value_by_any_strides():
+    lazy, strided = torch.tensor([1 + 2j]).conj().imag, torch.tensor([-2.0, 0.0])[::2]
+    assert lazy.is_neg() and strided.stride() == (2,)
+    for odd in (lazy, strided):
+        assert torch.equal(digests({"a": [odd]}), digests({"a": [torch.tensor([-2.0])]}))

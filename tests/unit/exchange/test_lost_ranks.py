@@ -62,6 +62,13 @@ def test_all_that_is_unsent_goes_to_the_next_rank() -> None:
     assert one.tensor.tolist() == [0.0, 0.0, 0.0, 0.0, 2.0, 4.0, 6.0]
 
 
+def test_copies_are_on_the_cpu_whatever_the_default_device() -> None:
+    wire = Wire("x", "me", "z")
+    with torch.device("meta"):
+        copy(Buddy(), wire, {"residual": {"b": torch.ones(3, device="cpu")}})
+    assert wire.sent[0].tensor.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+
+
 def test_a_copy_is_void_once_another_rank_has_a_newer_one() -> None:
     """Else two ranks would add the residual of the one that is lost."""
     buddy = Buddy()

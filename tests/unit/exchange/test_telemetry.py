@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+import dgcopt
 from dgcopt.exchange.telemetry import Telemetry
+from tests.support.worlds import Ranks
+
+
+def test_a_trace_has_the_collectives_that_end_while_another_rank_waits(tmp_path: Path) -> None:
+    ranks = Ranks(2, lambda params: torch.optim.SGD(params, lr=0.1), compression=dgcopt.DGC(0.1))
+    with dgcopt.trace(ranks.optimizers[0], tmp_path / "0"), dgcopt.trace(ranks.optimizers[1], tmp_path / "1"):
+        for step in range(3):
+            ranks.step(step)
+    names = [[line.split('"')[3] for line in (tmp_path / which).open() if '"kind"' in line] for which in "01"]
+    assert sorted(names[1]) == sorted(names[0]) and len(names[0]) > 6
 
 
 def test_goodput_is_the_time_that_lost_ranks_did_not_cost() -> None:

@@ -41,6 +41,16 @@ def test_flatten_inverts_view() -> None:
         assert torch.equal(segment.flatten(tensor.contiguous()), flat[64:])
 
 
+def test_a_lazy_negation_is_made_before_loops_read_memory() -> None:
+    """Autograd may leave one in the gradient of a parameter of one element, of a complex number's imaginary part."""
+    real, imaginary = (torch.ones(1, requires_grad=True) for _ in range(2))
+    (torch.complex(real, imaginary).squeeze(0).conj() * 1j).real.backward()
+    grad = imaginary.grad
+    assert grad is not None and grad.is_neg() and grad.item() == 1
+    flat = Segment("w", imaginary, 0).flatten(grad)
+    assert not flat.is_neg() and flat.item() == 1
+
+
 def test_sums_and_norms_of_large_tensors_are_exact() -> None:
     """In float32, one after the other, squares and sums of blocks lose up to a thousandth."""
     flat = torch.rand(2**24, generator=torch.Generator().manual_seed(0))

@@ -51,8 +51,8 @@ _local: WeakSet[DistributedDataParallel] = WeakSet()
 def keep_gradients_local(model: nn.Module) -> nn.Module:
     """Turn off the averaging of the DistributedDataParallel in `model`, and return the module that DDP has wrapped.
 
-    Raises ConfigError if several ranks train a model that is not wrapped in DDP, and for a DDP whose gradients are views
-    of its own buckets.
+    Raises ConfigError if several ranks train a model that is not wrapped in DDP, and for a DDP whose gradients are
+    views of its own buckets.
     """
     wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     if not wrapped:

@@ -192,7 +192,7 @@ class MomentumCorrection(ErrorFeedback):
 
     @property
     def residual_content(self) -> str:
-        return "gradients with momentum" if has_momentum(self.optimizer) else ""
+        return "gradients with momentum" if _has_momentum(self.optimizer) else ""
 
     def runs(self, segments: Sequence[Segment]) -> list[Run]:
         if len(self.optimizer.param_groups) == 1:
@@ -312,7 +312,7 @@ class MomentumCorrection(ErrorFeedback):
         return {param: _sign_of(group) for group in groups for param in group["params"]}
 
 
-def has_momentum(optimizer: Optimizer) -> bool:
+def _has_momentum(optimizer: Optimizer) -> bool:
     """Return True if a parameter group has momentum; schedulers may set it at any time."""
     return any(group.get("momentum") for group in optimizer.param_groups)
 
@@ -320,7 +320,7 @@ def has_momentum(optimizer: Optimizer) -> bool:
 def _memory_for(optimizer: Optimizer) -> ErrorFeedback:
     """Return momentum correction for SGD, else plain error feedback, and log if there is no momentum."""
     sgd = optimizer if isinstance(optimizer, SGD) and steps_as(optimizer, SGD) else None
-    if sgd is None or not has_momentum(sgd):
+    if sgd is None or not _has_momentum(sgd):
         log.info(
             "dgcopt: %s has no classical momentum to correct; unsent gradient is kept by plain error feedback%s",
             *(type(optimizer).__name__, "" if sgd is None else " until a scheduler sets momentum"),

@@ -90,3 +90,17 @@ def test_copies_do_not_leave_their_place():
             native.copy_scaled([g], [to], 1.0)
         assert kernels.copy_scaled.implementation([g], [to], 1.0) is kernels.copy_scaled.specification
     assert kernels.copy_scaled.implementation([out], [out], 1.0) is kernels.copy_scaled.native
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_are_views_of_their_negatives(dtype):
+    """As of `torch.imag(z.conj())`: memory holds the opposite of each element."""
+    memory, out, residual = torch.arange(128.0, dtype=dtype), torch.ones(192, dtype=dtype), torch.ones(128, dtype=dtype)
+    negative = torch._neg_view(memory)
+    assert negative.is_contiguous() and negative.is_neg()
+    assert kernels.copy_scaled([negative], [out], 2.0).tolist() == kernels.peaks([negative]).tolist() == [127]
+    assert_same_bits(out, torch.cat((memory * -2, torch.zeros(64, dtype=dtype))))
+    parts = kernels.Parts([negative], torch.tensor([0]), torch.tensor([128]))
+    kernels.accumulate(residual, None, parts, torch.zeros(2, dtype=dtype), None)
+    assert_same_bits(residual, 1 - torch.arange(128.0, dtype=dtype))
+    assert not negative.any()

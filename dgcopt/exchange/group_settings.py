@@ -58,7 +58,7 @@ class GroupSettings:
         self._skipped = NOT_COMPARED.union(may_differ)
         self._seen: list[Any] = []
         self._checksum = 0
-        self._warned: int | None = None  # the membership that was warned
+        self._warned = False
 
     def checksum(self) -> int:
         """Return 32 bits that are equal on ranks with the same settings.
@@ -97,16 +97,16 @@ class GroupSettings:
         """Compare all settings, after checksums have differed on any rank.
 
         Raises MismatchError, on all ranks, that names group, setting and rank. If `on_divergence` is not "raise", it is
-        a warning, once per membership; with "resync" all ranks take over the settings of `rank`, each time.
+        a warning, once; with "resync" all ranks take over the settings of `rank`, each time.
         """
-        if self._warned == comm.generation and on_divergence != "resync":
+        if self._warned and on_divergence != "resync":
             return
         try:
             yield from compare(self.describe(), comm.rank, "settings of parameter groups", REMEDY)
         except MismatchError as error:
             if on_divergence == "raise":
                 raise
-            self._warned = comm.generation  # a rank that has come back has not compared yet
+            self._warned = True
             log.warning("dgcopt: %s on_divergence=%r: training goes on", error, on_divergence)
             if on_divergence == "resync":
                 yield from self.take_over(rank, comm, comm.rank != rank)

@@ -33,7 +33,7 @@ KUBEFLOW = "PET_NNODES"
 
 LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "srun")
 PORT, LAST_PORT = 29500, 65535
-LOOPBACK = ("localhost", "127.0.0.1")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 GRACE = 10.0
 """Seconds for the other machines' commands to end after one has failed."""
 
@@ -121,7 +121,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hostfile", metavar="FILE", help="the same, a line `HOST slots=N` or `HOST:N` each, or `HOST` once per rank"
     )
     option("--nnodes", metavar="MIN[:MAX]", help="this command is given on so many machines; torchrun only")
-    option("--rdzv-endpoint", metavar="HOST:PORT", help="rendezvous of all machines: the first, and a free port")
+    option(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="rendezvous of all machines: the first, and a free port; [ADDRESS]:PORT for IPv6",
+    )
     option("--max-restarts", type=int, metavar="N", help="start all ranks anew so many times; torchrun only")
     option("--survive", action="store_true", help="train on when a rank dies, and start it anew alone: docs/survive.md")
     option("--restart-after", type=float, metavar="S", help="with --survive: seconds from a death to the next start")
@@ -299,8 +303,7 @@ def _torchrun(
         return [Command((*run, "--standalone", "--nproc-per-node", str(ranks), *more), env)]
     first, port = hosts[0].name.rpartition("@")[2], PORT  # without the user of ssh
     if args.rdzv_endpoint:
-        first, _, number = _endpoint(args.rdzv_endpoint).rpartition(":")
-        port = int(number)
+        first, port = _split(_endpoint(args.rdzv_endpoint))
     if len(hosts) > 1 and first in LOOPBACK:
         raise ConfigError(f"other machines cannot reach this one as {first}: name it as they know it, in -H, first")
     commands, shares = [], _shares(hosts, ranks)
@@ -383,11 +386,18 @@ def _range(nnodes: str) -> str:
 
 
 def _endpoint(endpoint: str, first_port: int = 1) -> str:
-    match = re.fullmatch(r"[^\s:]+:([0-9]{1,5})", endpoint)
+    host = r"[^\s:\[\]]+|\[[0-9A-Fa-f]*:[0-9A-Fa-f:.]*\]"  # a name, or an IPv6 address in brackets
+    match = re.fullmatch(f"(?:{host}):([0-9]{{1,5}})", endpoint)
     if match is None or not first_port <= int(match[1]) <= LAST_PORT:
         said = f", not {endpoint!r}" if endpoint else ""
         raise ConfigError(f"several machines need --rdzv-endpoint HOST:PORT, their rendezvous{said}")
     return endpoint
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    """Return host and port, without the brackets around an IPv6 address."""
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 # -- doing it --------------------------------------------------------------------------------------------------------
@@ -449,12 +459,12 @@ def plan_survivors(args: argparse.Namespace, here: Here) -> Plan:
         raise ConfigError(f"--survive needs the number of machines as --nnodes N, not {machines!r}")
     endpoint, hosts = ("127.0.0.1", 0), True
     if args.rdzv_endpoint or machines != "1":
-        host, _, port = _endpoint(args.rdzv_endpoint or "", int(machines != "1")).rpartition(":")
+        host, port = _split(_endpoint(args.rdzv_endpoint or "", int(machines != "1")))
         if machines != "1" and host in LOOPBACK:  # each machine would host a store of its own, and wait for the others
             raise ConfigError(
                 f"other machines cannot reach this one as {host}: name the first one as they know it in --rdzv-endpoint"
             )
-        endpoint, hosts = (host, int(port)), _is_here(host, here)
+        endpoint, hosts = (host, port), _is_here(host, here)
     env = _environment(args, here, args.np)
     after = args.restart_after or 0.0
     return Plan(_script(args, here), args.np, int(machines), endpoint, hosts, env, after)

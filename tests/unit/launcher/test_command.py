@@ -124,6 +124,14 @@ TABLE = {
         f"{LOG.format(4)} {RUN} --nnodes 1 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node1:29400 "
         "--rdzv-id dgcopt --tee 3 train.py"
     ],
+    "-H localhost:2 --rdzv-endpoint [fd00::1]:29400 train.py": [
+        f"{LOG.format(4)} {RUN} --nnodes 1 --node-rank 0 --nproc-per-node 2 --master-addr fd00::1 "
+        "--master-port 29400 --tee 3 train.py"
+    ],
+    "-np 2 --nnodes 2 --rdzv-endpoint [fd00::1]:29400 train.py": [
+        f"{LOG.format(4)} {RUN} --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d "
+        "--rdzv-endpoint '[fd00::1]:29400' --rdzv-id dgcopt --tee 3 train.py"
+    ],
     "-H localhost:2 --rdzv-endpoint localhost:29400 train.py": [
         f"{LOG.format(4)} {RUN} --nnodes 1 --node-rank 0 --nproc-per-node 2 --master-addr localhost "
         "--master-port 29400 --tee 3 train.py"
@@ -209,6 +217,8 @@ def test_root_may_use_mpirun(here: Here) -> None:
         ("-np 2 --hostfile WRONG train.py", "'node1 slots=0' names no machine: write HOST:N"),
         ("-np 2 --rdzv-endpoint a:29400 train.py", "--rdzv-endpoint is for several machines: give their number"),
         ("-np 2 --nnodes 1 --rdzv-endpoint a train.py", "HOST:PORT, their rendezvous, not 'a'"),
+        ("-np 2 --nnodes 2 --rdzv-endpoint fd00::1:29400 train.py", "HOST:PORT, their rendezvous, not 'fd00::1:29400'"),
+        ("-np 2 --nnodes 2 --rdzv-endpoint [a]:1 train.py", "HOST:PORT, their rendezvous, not '[a]:1'"),
         ("-np 2 --nnodes 2 --rdzv-endpoint a:0 train.py", "HOST:PORT, their rendezvous, not 'a:0'"),
         ("-np 2 --ssh-port 22 train.py", "--ssh-port is for machines that ranks are started on by ssh"),
         ("-np 2 --ssh-port 22 --launcher srun --dry-run train.py", "--ssh-port is for machines"),
@@ -364,6 +374,13 @@ def test_the_command_itself(tmp_path: Path) -> None:
             2,
             3,
             ("192.0.2.7", 29400),
+            False,
+        ),
+        (
+            "--survive -np 2 --nnodes 3 --rdzv-endpoint [2001:db8::7]:29400 train.py --lr 0.1",
+            2,
+            3,
+            ("2001:db8::7", 29400),
             False,
         ),
     ],

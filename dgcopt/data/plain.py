@@ -32,6 +32,9 @@ NAMES = (
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in NAMES}
 """Dtypes of tensors."""
 
+_NOT_OURS = (ValueError, TypeError, KeyError, IndexError, RuntimeError, OverflowError, RecursionError, SyntaxError)
+"""Errors of JSON, torch and NumPy for bytes that `encode` has not made; SyntaxError for a dtype like "(,)f4"."""
+
 ARRAYS = "biufc"
 """Kinds of NumPy's numeric dtypes."""
 
@@ -55,7 +58,7 @@ def decode(data: bytes, pickle: bool = False) -> Any:
     length = int.from_bytes(view[4:HEAD], "little")
     try:
         return _Reader(view[HEAD + length :], pickle).value(json.loads(bytes(view[HEAD : HEAD + length])))
-    except (ValueError, TypeError, KeyError, IndexError, RuntimeError, OverflowError, RecursionError) as error:
+    except _NOT_OURS as error:
         raise PayloadError(f"not a value of a store: {type(error).__name__}: {error}") from None
 
 

@@ -125,6 +125,7 @@ class Bomb:
         sealed(b'["tensor","float32",[1e400],0,8]', b"12345678"),
         sealed(b'["tensor","load",[2],0,8]', b"12345678"),
         sealed(b'["array","O",[1],0,8]', b"12345678"),
+        sealed(b'["array","(,)f4",[2],0,8]', b"12345678"),
         sealed(b'["array","<f4",[99999999999],0,8]', b"12345678"),
         sealed(b'["dict",[[["list",[]],["value",1]]]]'),
     ],

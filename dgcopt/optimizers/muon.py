@@ -93,10 +93,18 @@ class MuonAdamW(Optimizer):
         return {**super().__getstate__(), "_parts": self._parts}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of the part that the key "muon" names; that part's settings are the defaults of the group's."""
+        """Add a group of the part that the key "muon" names; that part's settings are the defaults of the group's.
+
+        Raises ConfigError without that key, and for parameters of Muon that are no matrices.
+        """
         if not isinstance(param_group.get(MUON), bool):
             raise ConfigError('a group of MuonAdamW needs "muon": True for Muon, or False for AdamW')
         super().add_param_group({**self._parts[param_group[MUON]].defaults, **param_group})
+        added = self.param_groups[-1]
+        shapes = [tuple(param.shape) for param in added["params"] if param.dim() != 2]
+        if added[MUON] and shapes:
+            self.param_groups.pop()  # the step would raise after it has moved other parameters
+            raise ConfigError(f'Muon steps matrices only: add the parameter of shape {shapes[0]} with "muon": False')
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -199,3 +199,8 @@ def test_parameters_without_names_and_models_without_matrices_are_refused() -> N
         dgcopt.MuonAdamW(model.named_parameters(), adamw="0.weight")
     with pytest.raises(dgcopt.ConfigError, match='needs "muon"'):
         make_optimizer(model).add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    optimizer = make_optimizer(model)
+    groups = list(optimizer.param_groups)
+    with pytest.raises(dgcopt.ConfigError, match=r'the parameter of shape \(2,\) with "muon": False'):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "muon": True})
+    assert optimizer.param_groups == groups

@@ -124,6 +124,9 @@ class DiskStore(Store):
         return found[0][0] if found and isinstance(found[0][0], bytes) else None
 
     def put(self, key: bytes, value: bytes) -> None:
+        if len(value) > LONGEST:  # SQLite would raise, and the store be left alone
+            self.warn(f"a sample of {len(value)} bytes is too long for {self.file} and is made anew", "long")
+            return
         self._ask("INSERT OR REPLACE INTO samples VALUES (?, ?)", key, value)
 
     def clear(self) -> None:
@@ -212,6 +215,9 @@ def _switch_to_wal(connection: sqlite3.Connection) -> None:
 
 PAGE = 16384
 """Bytes of a page of SQLite's: few of them make a sample."""
+
+LONGEST = 999_999_000
+"""Bytes of a sample: a row of SQLite's has 10^9 at most, with its key."""
 
 PATIENCE = 60.0
 """Seconds to wait for another process that writes."""

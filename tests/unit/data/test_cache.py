@@ -151,6 +151,18 @@ def test_a_full_store_keeps_what_it_has(tmp_path: Path, caplog: pytest.LogCaptur
     assert sum(file.stat().st_size for file in tmp_path.glob("samples.sqlite")) <= 1_000_000
 
 
+def test_a_sample_that_sqlite_cannot_hold_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dgcopt.data.stores.LONGEST", 1000, raising=False)
+    store = DiskStore(tmp_path)
+    for _ in range(2):
+        store.put(b"long", bytes(1001))
+    store.put(b"short", bytes(1000))
+    assert store.get(b"long") is None and store.get(b"short") == bytes(1000)
+    assert [record.message.split(" is too long")[0] for record in caplog.records] == ["dgcopt: a sample of 1001 bytes"]
+
+
 def test_damaged_entries_are_computed_again(caplog: pytest.LogCaptureFixture) -> None:
     loader = CacheLoader("memory", capacity=1000)
     loader.get("key", lambda key: 1)

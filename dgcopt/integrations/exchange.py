@@ -215,7 +215,7 @@ class Exchange:
         if self._find is not None and not self._loaded.get("optimizers"):
             self.use(self._find())
         own: dict[str, Any] | None = self._loaded.get("optimizers", {}).pop(optimizer, None)
-        if own is None:
+        if own is None or not _saved_at(own):  # of a single process, whose state the framework has as well
             return None
         if _saved_at(own) != _saved_at(state_dict):  # the framework's files were written again, and the parts were not
             log.warning(

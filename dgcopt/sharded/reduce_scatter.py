@@ -115,7 +115,10 @@ class CompressedReduceScatter:
     ) -> None:
         """Reduce `input_tensor`, a row for each rank, to this rank's `output_tensor`; done when it returns."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ConfigError(f"{self!r} adds up or averages gradients, and FSDP2 asks for {op}: leave it out")
+            raise ConfigError(
+                f"{self!r} adds up or averages gradients, and FSDP2 asks for another reduction, as it does after "
+                f"set_gradient_divide_factor(): scale the loss in its place, or leave the code out"
+            )
         rows = input_tensor.view(group.size(), -1)
         messages = torch.stack([self._message(row, to) for to, row in enumerate(rows)])
         arrived = torch.empty_like(messages)

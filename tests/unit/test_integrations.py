@@ -99,6 +99,21 @@ def test_parts_of_another_checkpoint_are_left_out(tmp_path: Path, caplog: pytest
         assert torch.equal(momentum, state["state"][0]["momentum_buffer"])
 
 
+def test_the_frameworks_own_file_is_the_state_of_a_single_process(tmp_path: Path) -> None:
+    """As where it is killed after the parts were written, and before the framework's files."""
+    model = nn.Linear(3, 2)
+    bare = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    exchange, states = Exchange(model, [bare], dgcopt.DGC(0.1)), []
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        bare.step()
+        states.append(copy.deepcopy(bare.state_dict()))
+    exchange.save(tmp_path, 0)
+    exchange.use(read(tmp_path))
+    bare.load_state_dict(copy.deepcopy(states[0]))
+    assert torch.equal(bare.state[model.weight]["momentum_buffer"], states[0]["state"][0]["momentum_buffer"])
+
+
 @pytest.mark.parametrize("resumes", [False, True])
 def test_parts_of_averaged_ranks_are_left_out_by_a_compressor(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, resumes: bool

@@ -221,3 +221,9 @@ def test_a_damaged_row_skips_the_step_and_names_the_rank_that_sent_it(
     scatter(out, torch.ones(3), SimpleNamespace(size=lambda: 3), dist.ReduceOp.SUM)
     (record,) = caplog.records
     assert out.isnan().all() and "rank 2" in record.getMessage()
+
+
+def test_a_gradient_divide_factor_is_refused_by_its_name() -> None:
+    scatter = dgcopt.sharded.CompressedReduceScatter("bf16")
+    with pytest.raises(dgcopt.ConfigError, match=r"set_gradient_divide_factor\(\)"):
+        scatter(torch.zeros(1), torch.zeros(1), SimpleNamespace(size=lambda: 1), dist._make_nccl_premul_sum(0.5))

@@ -86,6 +86,9 @@ class SGP(Averaging):
     def due(self, step: int) -> bool:
         return step % self.every == 0 or self._pushed is not None
 
+    def reaches_all(self, step: int) -> bool:
+        return step % self.every == 0  # in between only push-sum weights are divided out
+
     def before_step(self, x: Tensor, ctx: Weights) -> None:
         ctx.scratch["z"] = x
 

@@ -71,6 +71,7 @@ class Schedule(Round):
         self.sync = sync(self)
         self.step = self.last_own_step = 0
         self._samples = 0.0
+        self._has_own_buffers = False  # True if it has made a step since buffers were exchanged
         self.buffers: Buffers | None = None
         self.commit = CommitMarker()
         comm = current_comm(comm)
@@ -132,8 +133,10 @@ class Schedule(Round):
     def _share_buffers(self, step: int) -> Job:
         """Synchronise the model's buffers, if rounds do."""
         if self.buffers is not None:
-            has_progress = self.replica.steps_since_sync > 0 or not self.joining
-            yield from self.runner.scheduler.through(self.buffers.exchange(self.comm, step, has_progress))
+            has_seen_data = (self.replica.steps_since_sync > 0 and self._has_own_buffers) or not self.joining
+            yield from self.runner.scheduler.through(self.buffers.exchange(self.comm, step, has_seen_data))
+            if step % self.buffers.every == 0:
+                self._has_own_buffers = False
 
     # -- the optimizer's step ----------------------------------------------------------------------------------------
 
@@ -191,7 +194,7 @@ class Schedule(Round):
                 self._start(bucket, ctx)
         if self.local_step > 0:
             self.runner.scheduler.count_step(sum(param.numel() for param in self.replica.trained))
-            self.last_own_step = self.local_step
+            self.last_own_step, self._has_own_buffers = self.local_step, True
             if self.rule.delay and self.rule.due(self.local_step + self.rule.delay) and not self.joining:
                 self.sync.launch()
             if self.rule.due(self.local_step) or (self.rule.quorum is not None and self.comm.is_called):

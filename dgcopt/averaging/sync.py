@@ -238,6 +238,7 @@ class WeightStep(RoundStep):
         self._copies: dict[Bucket, Tensor] = {}
         self._buckets: dict[Bucket, Weights] = {}
         self._finite = True
+        self._brings_progress = True
         self._unapplied: Sequence[FinishedExchange] = ()
 
     @property
@@ -305,6 +306,8 @@ class WeightStep(RoundStep):
         self.scheduler.telemetry.count_skipped()
 
     def commit(self, finished: Sequence[FinishedExchange]) -> None:
+        # that of others, which a rank without data must then spread as its own
+        self._brings_progress = self.has_progress() or any(map(_changes_weights, finished))
         if self.round.overlaps:
             self._unapplied = finished
         else:
@@ -317,7 +320,8 @@ class WeightStep(RoundStep):
 
     def committed(self, finished: Sequence[FinishedExchange]) -> None:
         rule, step = self.round.rule, self.round.local_step
-        self.round.replica.mark_synced(self.round.names if rule.identical(step) else (), rule.reaches_all(step))
+        reached_all = rule.reaches_all(step) or not self._brings_progress
+        self.round.replica.mark_synced(self.round.names if rule.identical(step) else (), reached_all)
 
     def ended(self) -> None:
         self._exchanges, self._copies, self._unapplied = [], {}, ()
@@ -326,6 +330,13 @@ class WeightStep(RoundStep):
 def _write_to(bucket: Bucket, result: Tensor | SparseSum) -> Write:
     assert isinstance(result, Tensor)
     return partial(bucket.write, result)
+
+
+def _changes_weights(one: FinishedExchange) -> bool:
+    """Return True if a result differs from the weights that it replaces."""
+    result = one.pending.result
+    assert isinstance(result, Tensor)
+    return any(not torch.equal(s.view(result).to(s.param.dtype), s.param) for s in one.pending.of.segments)
 
 
 def _listed(arrived: Sequence[NotFinite]) -> str:

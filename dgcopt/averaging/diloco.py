@@ -378,7 +378,13 @@ class OuterSync(Sync):
         return self.sending is not None
 
     def relaunch(self) -> None:
-        self._send(self.turn(self.round.local_step + self.rule.delay), again=True)
+        rule, step, names = self.rule, self.round.local_step, self.round.names
+        turns = [self.turn(due) for due in range(step + 1, step + rule.delay + 1) if rule.due(due)]
+        is_of_turn = not self._outgoing or any(names[p] in self._outgoing for t in turns for p in self._fragments[t])
+        if turns and is_of_turn:
+            self._send(turns[0], again=True)
+        else:  # saved with another `every` or `delay`: the next outer step includes its progress
+            self._outgoing = {}
 
     def progress(self) -> dict[Tensor, Tensor]:
         return {param: param.detach() - anchor.detach() for param, anchor in self.anchors.items()}

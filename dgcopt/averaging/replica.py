@@ -18,6 +18,7 @@ from ..exchange.runner import Job
 from ..exchange.scheduler import CollectiveScheduler, place_of
 from ..flat.buckets import Bucket, build_buckets
 from ..flat.local_shard import LocalShard, as_stepped, local_shards
+from ..flat.memory import at_least_float32
 from ..flat.store import Store
 from ..gradients.replicas import check_shards
 from .rule import Rule
@@ -238,8 +239,8 @@ class Replica:
         return {**state, "since": self.steps_since_sync, "apart": apart, "saved_by": saved_by, "had_memory": layout}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return a copy of all weights by name."""
-        return {name: param.detach().clone() for param, name in self.names.items()}
+        """Return a copy of all weights by name, of which means are made: float32 for half precision."""
+        return {n: p.detach().to(at_least_float32(p.dtype), copy=True) for p, n in self.names.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a `state`. Raises ConfigError if it does not fit the parameters."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from ..flat.memory import at_least_float32
 from .base import Averaging
 from .local_sgd import LocalSGD
 from .rule import refuse_with_losses
+from .sync import Round, Sync
 from .weights import Weights, mean
 
 __all__ = ["SlowMo"]
@@ -216,6 +218,10 @@ class SlowMo(Averaging):
             return not self.sharded  # the next slow step redistributes shards
         return self.base.merges(kind)
 
+    def sync(self, round: Round) -> Sync:
+        needs_equal_anchors = self._is_on and self.exact and not self.sharded
+        return SlowSync(round) if needs_equal_anchors else Sync(round)
+
     # -- the base --------------------------------------------------------------------------------------------------
 
     @property
@@ -245,6 +251,19 @@ class SlowMo(Averaging):
 
     def set_steps_per_epoch(self, steps: int) -> None:
         self.base.set_steps_per_epoch(steps)
+
+
+class SlowSync(Sync):
+    """A round of SlowMo whose anchors must be equal on all ranks, since each computes the whole slow step."""
+
+    def load(self, entry: dict[str, Any], state: dict[str, Any]) -> None:
+        comm = self.round.comm
+        if state["apart"] and ANCHOR not in state["memory"] and state["saved_by"] == comm.size > 1:
+            raise ConfigError(
+                f"rank {comm.rank}: the state was saved by another algorithm, between two rounds, when the weights of "
+                f"ranks differed. SlowMo(sharded=False) needs a common anchor: save the state right after "
+                f"optimizer.averaging.average(), or set sharded=True."
+            )
 
 
 def _largest_of_those_with_data(lr: float, ctx: Weights) -> Generator[Collective, Tensor, float]:

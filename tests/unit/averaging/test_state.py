@@ -416,3 +416,56 @@ def test_average_is_the_exact_mean_and_no_step():
     theirs.average_by_hand()
     assert_worlds_close(ours, theirs)
     assert identical(ours)
+
+
+@pytest.mark.parametrize("before", [LocalSGD(8), SlowMo(8, momentum=0.0)], ids=str)
+def test_slow_steps_of_whole_anchors_start_from_a_common_state_only(before: Averaging):
+    """Anchors of ranks whose weights differ would keep them apart for ever."""
+    old, ours = World(3, before).train(range(5)), World(3, SlowMo(4, sharded=False))
+    with pytest.raises(ConfigError, match="rank 0: the state was saved by another algorithm, between two rounds"):
+        ours.load(old.states())
+    for optimizer in old.optimizers:
+        optimizer.averaging.average()
+    ours.load(old.states())
+    assert identical(ours.train(range(5, 8)))
+    sharded = World(3, SlowMo(4))
+    sharded.load(World(3, before).train(range(5)).states())
+    assert identical(sharded.train(range(5, 8)))
+
+
+@pytest.mark.parametrize(
+    ("before", "saved_after", "after"),
+    [
+        ({"every": 4, "delay": 2}, 3, {"every": 8, "delay": 2}),
+        ({"every": 4, "delay": 1, "fragments": 2}, 1, {"every": 4, "delay": 0, "fragments": 2}),
+        ({"every": 4, "delay": 1, "fragments": 2}, 1, {"every": 6, "delay": 1, "fragments": 2}),
+    ],
+)
+def test_progress_in_flight_is_in_the_next_outer_step_of_another_schedule(before: dict, saved_after: int, after: dict):
+    """As in a run without delay before: no outer step has come, so nothing else differs."""
+    outer = functools.partial(torch.optim.SGD, lr=1.0)
+    runs = []
+    for delay in (before["delay"], 0):
+        old = World(2, dgcopt.DiLoCo(outer=outer, **{**before, "delay": delay}), plain).train(range(saved_after))
+        assert old.states()[0]["optimizer"]["averaging"]["dgcopt"]["under_way"] == (delay > 0)
+        resumed = World(2, dgcopt.DiLoCo(outer=outer, **after), plain)
+        resumed.load(old.states())
+        runs.append(resumed.train(range(saved_after, 9)))
+    assert_worlds_close(*runs, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("before", "after"), [(8, 1), (6, 4)])
+def test_the_mean_that_another_number_of_ranks_goes_on_from_is_rounded_once(
+    before: int, after: int, dtype: torch.dtype
+):
+    model = functools.partial(small_model, dtype)
+    old, ours = World(before, LocalSGD(16), plain, model).train(range(5)), World(after, LocalSGD(16), plain, model)
+    center = [sum(x.float() for x in of) / before for of in zip(*map(old.weights, range(before)), strict=True)]
+    ours.load([reshare(old.states(), rank, after) for rank in range(after)])
+    ours.backward(5)
+    for _, _, optimizer in ours:
+        optimizer.averaging.finish_round()
+    for found, exact in zip(ours.weights(), center, strict=True):
+        nearest = exact.to(dtype).float()
+        assert ((found.float() - exact).abs() <= 1.01 * (nearest - exact).abs() + 1e-6 * exact.abs()).all()

@@ -331,6 +331,7 @@ class Background:
         if sys.exc_info()[0] is not None or hasattr(sys, "last_value"):
             self._failing = True
             self._asked.set()
+            self.after_step()  # the exception may have ended a step, for whose end the thread waits
             if self._thread is not None:
                 self._thread.join(min(LAST_SECONDS, self._comm.deadline))
             self.give_up()

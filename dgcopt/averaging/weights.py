@@ -72,6 +72,8 @@ class Weights(Context):
         optimizer, segments = self.trained_by.optimizer, []
         assert optimizer is not None
         is_held = any(isinstance(kept.get(name), Tensor) for kept in optimizer.state.values())
+        kept_here = [optimizer.state.get(as_stepped(segment.param), {}).get(name) for segment in self.segments]
+        dtype = next((state.dtype for state in kept_here if isinstance(state, Tensor)), None)  # may be a wider one
         for segment in self.segments:
             state = optimizer.state.get(as_stepped(segment.param), {})
             value = local(state[name]) if isinstance(state.get(name), Tensor) else None
@@ -81,7 +83,7 @@ class Weights(Context):
                     f"parameter {segment.name!r}: {type(optimizer).__name__} has no state {name!r} of its shape. "
                     f"Average one of {', '.join(map(repr, shaped)) or 'none'}."
                 )
-            held = torch.zeros_like(segment.param) if value is None else value
+            held = torch.zeros_like(segment.param, dtype=dtype) if value is None else value
             segments.append(replace(segment, param=held))
         return Bucket(self.index, tuple(segments), self.kind, self.numel)
 

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 
 import pytest
 import torch
@@ -60,3 +61,21 @@ def test_a_world_of_one_is_the_optimizer(make, warmup_steps):
     assert averaging.step == 8 and averaging.telemetry.sent_bytes == 0
     for ours, theirs in zip(model.parameters(), single(make, 8), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_step_that_fails_midway_lets_the_thread_notify_the_others():
+    """It copies no weights during a step, and would wait for the end of that one."""
+    model = small_model()
+    optimizer = AsyncAverage(1e-3).attach(torch.optim.SGD(model.parameters(), 0.1), comm=LocalComm())
+    background = optimizer.averaging.background
+    nn.functional.cross_entropy(model(small_batch()[0]), small_batch()[1]).backward()
+    optimizer.step()
+    background.start(optimizer.averaging.buckets())
+    try:
+        background.before_step()
+        time.sleep(0.1)  # the thread waits by now
+        raise RuntimeError("out of memory")
+    except RuntimeError:
+        background.leave()
+    with pytest.raises(dgcopt.CommError, match=r"an exception has ended the script of rank\(s\) \[0\]"):
+        background.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import pytest
@@ -310,3 +311,32 @@ def test_a_parameter_put_before_others_by_hand_is_refused_without_a_name() -> No
     optimizer.param_groups[0]["params"].insert(0, first)
     with pytest.raises(ConfigError, match=r"would have the name of another, 'group0.parameter0'.*add_param_group"):
         optimizer.step()
+
+
+class WideMomentum(SGD):
+    """SGD with a float32 momentum of weights of half precision."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                wide = self.state[param].setdefault("wide", torch.zeros_like(param, dtype=torch.float32))
+                param.sub_(wide.mul_(0.9).add_(param.grad).to(param.dtype), alpha=0.1)
+
+
+def test_zeros_for_a_state_that_a_rank_lacks_have_the_dtype_of_the_others() -> None:
+    """In another dtype than the parameter's: messages of two dtypes would not fit together."""
+    world = World(
+        2,
+        LocalSGD(4, state_every={"wide": 2}),
+        functools.partial(WideMomentum, lr=0.1),
+        functools.partial(small_model, torch.bfloat16),
+    )
+    for seed in range(4):
+        world.backward(seed)
+        next(world.models[0].parameters()).grad = None
+        for optimizer in world.optimizers:
+            optimizer.step()
+    assert identical(world)
+    ours, theirs = ([o.state[p]["wide"] for p in [*m.parameters()][1:]] for _, m, o in world)
+    assert all(map(torch.equal, ours, theirs)) and {state.dtype for state in ours} == {torch.float32}

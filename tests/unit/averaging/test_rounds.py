@@ -190,6 +190,26 @@ def test_gradients_of_a_skipped_step_are_still_there():
     assert all(param.grad is not None for param in world.models[0].parameters())
 
 
+def test_gradients_of_a_skipped_step_that_failed_do_not_come_back():
+    """The optimizer's own step raised after they were hidden, and there are others by now."""
+    world = World(2, LocalSGD(2), model=functools.partial(small_model, torch.float32))
+    optimizer, scaler = world.optimizers[0], torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = optimizer.register_step_pre_hook(fail)
+    scaler.scale(world.loss(0, 0) * torch.inf).backward()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        scaler.step(optimizer)
+    hook.remove()
+    optimizer.zero_grad()
+    world.loss(0, 1).backward()
+    grads = [param.grad for param in world.models[0].parameters()]
+    optimizer.step()
+    assert all(param.grad is grad for param, grad in zip(world.models[0].parameters(), grads, strict=True))
+
+
 # -- what it costs ---------------------------------------------------------------------------------------------------
 
 VOTE = 44

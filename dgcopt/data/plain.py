@@ -84,8 +84,8 @@ class _Writer:
         if kind is Tensor and value.layout == torch.strided and value.is_cpu and not value.requires_grad:
             name = str(value.dtype).removeprefix("torch.")
             if name in DTYPES:
-                flat = value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-                return ["tensor", name, list(value.shape), *self._put(ctypes.string_at(flat.data_ptr(), len(flat)))]
+                whole = value.resolve_conj().resolve_neg().contiguous()
+                return ["tensor", name, list(value.shape), *self._put(ctypes.string_at(whole.data_ptr(), whole.nbytes))]
         numpy = sys.modules.get("numpy")
         if numpy is not None and kind is numpy.ndarray and value.dtype.kind in ARRAYS and value.dtype.isnative:
             return ["array", value.dtype.str, list(value.shape), *self._put(value.tobytes())]

@@ -48,7 +48,8 @@ def test_decoded_arrays_are_writable_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    "tensor", [torch.rand(4, 5).t(), torch.rand(10)[::3], torch.rand(1).expand(4), torch.randn(3) * 1j]
+    "tensor",
+    [torch.rand(4, 5).t(), torch.rand(10)[::3], torch.rand(1).expand(4), torch.randn(3) * 1j, torch.rand(10)[3::10]],
 )
 def test_tensors_that_lie_otherwise(tensor: torch.Tensor) -> None:
     for each in (tensor, tensor.conj()):

@@ -141,6 +141,7 @@ class Runner:
         """Delete all jobs, and an error that was kept."""
         self._jobs.clear()
         self._awaited = self._failure = None
+        self.scheduler.end_step()
 
     def together(self, label: str) -> Job:
         """Wait until all ranks have arrived here, if none may wait for another one's turn later on."""

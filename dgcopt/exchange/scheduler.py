@@ -76,6 +76,10 @@ class CollectiveScheduler:
         telemetry: where bytes and seconds are counted.
         user: its name in labels. Its `number` tells users of one wire apart.
         progress: see `Comm.attend`.
+
+    Attributes:
+        before_step: number of its collectives among all ranks that have started before the step. Wires match them by
+            order, so ranks with other numbers would take one message for another.
     """
 
     def __init__(
@@ -85,6 +89,8 @@ class CollectiveScheduler:
         self.telemetry = telemetry
         self.user = user
         self.number = comm.attend(progress)
+        self.before_step = self._started = 0
+        self._in_step = False
         self._trace: Trace | None = None
         self._asked: dict[int, float] = {}  # time at which an exchange has asked for a collective
 
@@ -102,7 +108,18 @@ class CollectiveScheduler:
         self.telemetry.count_message(collective.nbytes, self.comm.sent(collective))
         if self._trace is not None:
             self._trace.started(collective)
-        return self.comm.start(collective)
+        handle = self.comm.start(collective)
+        self._started += collective.group == "world"
+        return handle
+
+    def begin_step(self) -> None:
+        """Note that a step begins, unless it has begun: by its first launch, or its vote."""
+        if not self._in_step:
+            self._in_step, self.before_step = True, self._started
+
+    def end_step(self) -> None:
+        """Note that a step has ended, or failed on this rank."""
+        self._in_step = False
 
     def wait(self, handle: Handle) -> Tensor:
         """Return the result of a started collective."""
@@ -143,6 +160,7 @@ class CollectiveScheduler:
 
     def launch_together(self, launches: Iterable[tuple[PendingExchange[Any], GradientExchange]]) -> None:
         """Launch several exchanges, the same ones on all ranks; their small messages travel together."""
+        self.begin_step()
         ready: list[Ready] = []
         for pending, exchange in launches:
             pending.exchange = lowered(exchange, self.comm)

@@ -39,6 +39,11 @@ from .vote import Ballot, Verdict, in_whole_replica, used_anywhere, vote
 
 __all__ = ["Aborted", "Description", "Step"]
 
+OUT_OF_ORDER = (
+    "An exception has ended a step on some ranks only, while others went on with its collectives, so that messages of "
+    "two steps would be mixed up. Start all ranks again from a checkpoint."
+)
+
 
 @dataclass(frozen=True)
 class Aborted:
@@ -201,6 +206,8 @@ class Step:
             return None
         verdict = yield from self.begin(verdict)
         if not verdict.alike:
+            counted = [f"collectives before this step: {self.scheduler.before_step}"]
+            yield from self.scheduler.through(compare(counted, self.comm.rank, "number of collectives", OUT_OF_ORDER))
             told = self.describe()
             yield from self.scheduler.through(compare(told.lines, self.comm.rank, told.title, told.remedy))
         same_ranks = verdict.active_ranks == self.participation.ranks
@@ -221,7 +228,9 @@ class Step:
 
     def vote(self, final: bool = True) -> Generator[Handle, Tensor, Verdict]:
         """Cast this rank's ballot, and return the verdict of all ranks."""
+        self.scheduler.begin_step()
         ballot, through = self.ballot(final), self.scheduler.through
+        ballot = replace(ballot, trained=ballot.trained ^ (self.scheduler.before_step & 0xFFFFFFFF))
         if not (yield from through(in_whole_replica(ballot.finite, self.comm, "vote of shards", ballot))):
             ballot = replace(ballot, finite=False)
         return (yield from through(vote(ballot, self.comm.ranks(), "vote")))
@@ -265,6 +274,7 @@ class Step:
         self.committed(finished)
         self.marker.end()
         self.ended()
+        self.scheduler.end_step()
 
     def confirm(self) -> None:
         """Make sure that all ranks commit, or skip, this step, if some may be lost: see `Comm.confirm`.
@@ -290,3 +300,4 @@ class Step:
         self.marker.end()
         self.aborted(why)
         self.ended()
+        self.scheduler.end_step()

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import dgcopt
+from dgcopt.exchange.runner import Job
 from dgcopt.exchange.step import Aborted
-from tests.support.shards import REPLICAS, SIZE, TOPK, Halves, World, equal, spoiling
+from tests.support.shards import REPLICAS, SIZE, TOPK, Halves, Shards, World, equal, spoiling
 
 SKIPPED = "another shard of this replica"
 
@@ -180,6 +181,42 @@ def test_ranks_that_differ_are_told_how_before_anything_changes() -> None:
     assert len(told) >= 2 and all("Give all ranks one rule" in str(error) for error in told)
     assert equal([(grads, steps) for grads, _, steps in world.kept()], [(grads, steps) for grads, _, steps in before])
     assert not any(caller.store.residual_norm() for caller in world.callers)
+
+
+def fail(caller: Shards) -> None:
+    """End the step on one rank, after its first launch."""
+
+    def job() -> Job:
+        yield from ()
+        raise OSError("no space left")
+
+    caller.launch_until(1)
+    caller.runner.add(job())
+    with pytest.raises(OSError, match="no space left"):
+        caller.runner.finish()
+
+
+def test_collectives_of_a_step_that_failed_on_one_rank_are_not_mixed_with_others() -> None:
+    """Wires match by order: its next message would be taken for the second one of the others."""
+    world = World(TOPK)
+    for seed in range(2):
+        world.backward(seed)
+        assert not world.step()
+    world.backward(2)
+    fail(world.callers[2])
+    before = world.kept()
+    told = [str(error) for error in world.step() if isinstance(error, dgcopt.MismatchError)]
+    assert sum("rank 2 (replica 1) has [collectives before this step: 5]" in error for error in told) >= 2
+    assert equal([(grads, steps) for grads, _, steps in world.kept()], [(grads, steps) for grads, _, steps in before])
+
+
+def test_a_step_that_has_failed_on_all_ranks_alike_is_made_again() -> None:
+    world, twin = World(TOPK), World(TOPK)
+    for each in (world, twin):
+        each.backward(0)
+    for caller in world.callers:
+        fail(caller)
+    assert not world.step() and not twin.step() and equal(world.kept(), twin.kept())
 
 
 def test_no_rank_has_data() -> None:

@@ -28,7 +28,7 @@ from .amp import agree_with_scaler
 from .replicas import check_on_mesh, comm_of_replicas
 from .settings import Settings, check_groups, check_op, check_passes, check_predivide
 from .state_dict import Stateful, load_state, save_state
-from .stepping import Mode, step_of, stepping_of
+from .stepping import Grads, Mode, step_of, stepping_of
 from .subclass import bare_class, become
 from .synchronised import Synchronised, steps_of
 
@@ -247,12 +247,16 @@ class Distributed(Stateful):
     ) -> Tensor:
         """Average the gradients and clip their total norm; the next `step()` uses the result.
 
-        As `torch.nn.utils.clip_grad_norm_`, on the same values on every rank; returns the norm before clipping. Under
-        AMP call `scaler.unscale_(optimizer)` first. Clipping of each rank's own gradient, before it is compressed, is
-        `dgcopt.DGC(clip=...)`.
+        As `torch.nn.utils.clip_grad_norm_`, on the same values on every rank; returns the norm before clipping, NaN in
+        a step that no rank takes. Under AMP call `scaler.unscale_(optimizer)` first. Clipping of each rank's own
+        gradient, before it is compressed, is `dgcopt.DGC(clip=...)`.
         """
         steps_of(self).fix()
         params = [param for group in self.param_groups for param in group["params"]]
+        if steps_of(self).grads is Grads.VOID:  # gradients are each rank's own, and some may be sparse
+            if error_if_nonfinite:
+                raise RuntimeError("The gradient of some rank holds NaN or Inf, so its norm is not finite.")
+            return torch.full((), torch.nan, dtype=params[0].dtype, device=params[0].device)
         norm: Any = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
         return norm.full_tensor() if is_sharded(norm) else norm
 

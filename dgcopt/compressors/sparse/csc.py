@@ -59,9 +59,8 @@ class CSC(MomentumCorrected):
         return True  # apart from momentum, which adds each gradient several times
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        own, runs = self._memory, self._memory.runs(ctx.segments)
-        start = own.start(ctx, runs)
-        own.correct(grad, ctx.memory.advance("momentum", start) if start else None, runs)
+        own, start = self._memory, self._memory.start(ctx)
+        own.correct(grad, ctx.memory.advance("momentum", start) if start else None, own.runs(ctx.segments))
         e, v = ctx.memory.residual()
         norms_of_blocks = add_and_norms(grad, e, 1.0, v)
         chunks, length, count = self._cut(ctx)

@@ -153,8 +153,7 @@ class DGC(MomentumCorrected):
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         if self.clip is not None and not self.whole_model:
             self.clip.clip_each([grad[segment.start : segment.stop] for segment in ctx.segments], ctx.share)
-        memory, runs = self._memory, self._memory.runs(ctx.segments)
-        start = memory.start(ctx, runs)
+        memory, runs, start = self._memory, self._memory.runs(ctx.segments), self._memory.start(ctx)
         if ctx.kind == "vector" and self.vectors == "dense":
             grad = grad.to(at_least_float32(grad.dtype))
             memory.correct(grad, ctx.memory.advance("momentum", start) if start else None, runs)

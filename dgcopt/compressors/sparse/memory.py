@@ -8,7 +8,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -87,18 +87,16 @@ class Run:
 class ErrorFeedback:
     """Plain error feedback, v <- v + g: unsent coordinates are sent later."""
 
-    @property
-    def residual_content(self) -> str:
-        """Content of v if it is not plain gradients or updates; see `Compressor.residual_content`."""
-        return ""
+    residual_content: str = ""
+    """Content of v if it is not plain gradients or updates; see `Compressor.residual_content`."""
+
+    def start(self, ctx: Context) -> Callable[[Segment], Tensor | None] | None:
+        """Return the function of the initial u of a parameter, None for zero; None in its place without momentum."""
+        return None
 
     def runs(self, segments: Sequence[Segment]) -> list[Run]:
         """Group neighbouring segments with the same rule for this step into runs."""
         return [Run(segments[0].start, segments[-1].stop, None)]
-
-    def start(self, ctx: Context, runs: Sequence[Run]) -> Callable[[Segment], Tensor | None] | None:
-        """Return the function of the initial u of a parameter, None for zero; None in its place without momentum."""
-        return None
 
     def accumulate(self, grad: LocalGradient, v: Tensor, u: Tensor | None, runs: Sequence[Run]) -> Tensor:
         """Update v and u in one pass and clear the gradient; return the block maxima of v."""
@@ -159,7 +157,8 @@ class ErrorFeedback:
     def correct(self, grad: Tensor, u: Pair | None, runs: Sequence[Run]) -> None:
         """Replace the flat gradient by the term that `accumulate` would add to v, and write the new u."""
         for run in runs:
-            if run.rule is not None and u is not None:
+            if run.rule is not None:
+                assert u is not None
                 g, old, new = (flat[run.start : run.stop] for flat in (grad, *u))
                 if run.rule.momentum == 0:  # torch's SGD keeps its buffer and applies the gradient directly
                     new.copy_(old)
@@ -186,13 +185,11 @@ class MomentumCorrection(ErrorFeedback):
     the optimizer's state. By linearity the sum of both parts is SGD's update.
     """
 
+    residual_content = "gradients with momentum"
+
     def __init__(self, optimizer: SGD) -> None:
         self.optimizer = optimizer
         self._set_aside: list[tuple[dict[str, Any], Any, Any]] = []
-
-    @property
-    def residual_content(self) -> str:
-        return "gradients with momentum" if _has_momentum(self.optimizer) else ""
 
     def runs(self, segments: Sequence[Segment]) -> list[Run]:
         if len(self.optimizer.param_groups) == 1:
@@ -290,19 +287,17 @@ class MomentumCorrection(ErrorFeedback):
             u = u * signs[as_stepped(param)]
             state["momentum_buffer"] = u if decayed is None else u + decayed
 
-    def start(self, ctx: Context, runs: Sequence[Run]) -> Callable[[Segment], Tensor | None] | None:
-        """Return the function of the initial u: this rank's part of SGD's momentum buffer from earlier steps.
-
-        None for a bucket without momentum until a scheduler sets some.
-        """
-        if "momentum" not in ctx.memory and not any(run.rule is not None and run.rule.momentum for run in runs):
-            return None
+    def start(self, ctx: Context) -> Callable[[Segment], Tensor | None]:
+        """Return the function of the initial u: this rank's part of SGD's momentum buffer from earlier steps."""
         signs, share = functools.cache(self._signs), ctx.divisor / ctx.size / ctx.place.gain
 
         def start(segment: Segment) -> Tensor | None:
             param = as_stepped(segment.param)
             buffer = self.optimizer.state.get(param, {}).get("momentum_buffer")
-            return None if buffer is None else local(buffer) * (signs()[param] * share)
+            if buffer is None:
+                return None
+            buffer = local(buffer)  # whose rows are sparse if gradients were
+            return (buffer.to_dense() if buffer.is_sparse else buffer) * (signs()[param] * share)
 
         return start
 
@@ -312,38 +307,44 @@ class MomentumCorrection(ErrorFeedback):
         return {param: _sign_of(group) for group in groups for param in group["params"]}
 
 
-def _has_momentum(optimizer: Optimizer) -> bool:
-    """Return True if a parameter group has momentum; schedulers may set it at any time."""
-    return any(group.get("momentum") for group in optimizer.param_groups)
-
-
-def _memory_for(optimizer: Optimizer) -> ErrorFeedback:
-    """Return momentum correction for SGD, else plain error feedback, and log if there is no momentum."""
-    sgd = optimizer if isinstance(optimizer, SGD) and steps_as(optimizer, SGD) else None
-    if sgd is None or not _has_momentum(sgd):
-        log.info(
-            "dgcopt: %s has no classical momentum to correct; unsent gradient is kept by plain error feedback%s",
-            *(type(optimizer).__name__, "" if sgd is None else " until a scheduler sets momentum"),
-        )
-    return ErrorFeedback() if sgd is None else MomentumCorrection(sgd)
+def _memory_for(optimizer: Optimizer, params: Collection[Tensor]) -> ErrorFeedback:
+    """Return momentum correction if SGD has momentum for any of `params`, else plain error feedback, and log which."""
+    groups = [group for group in optimizer.param_groups if not {*params}.isdisjoint(group["params"])]
+    has_momentum = any(group.get("momentum") for group in groups)
+    if has_momentum and isinstance(optimizer, SGD) and steps_as(optimizer, SGD):
+        return MomentumCorrection(optimizer)
+    log.info(
+        "dgcopt: %s has no classical momentum to correct; unsent gradient is kept by plain error feedback",
+        type(optimizer).__name__,
+    )
+    return ErrorFeedback()
 
 
 class MomentumCorrected(ScheduledRatio):
-    """A compressor that takes over the momentum of a wrapped SGD if it sends gradients, else keeps error feedback."""
+    """A compressor that takes over the momentum of a wrapped SGD if it sends gradients, else keeps error feedback.
+
+    Decided before the first exchange, not in `attach`: schedulers that are made in between may set momentum.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._memory = ErrorFeedback()
+        self._memory_of: Callable[[], ErrorFeedback] = ErrorFeedback
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_memory": ErrorFeedback()}  # a copy attaches to its own optimizer
+        return {**self.__dict__, "_memory_of": ErrorFeedback}  # a copy attaches to its own optimizer
 
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)
         self._take_over(optimizer)
 
     def _take_over(self, optimizer: Optimizer) -> None:
-        self._memory = _memory_for(optimizer) if self.sends == "gradient" else ErrorFeedback()
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        own = functools.cache(functools.partial(_memory_for, optimizer, params))
+        self._memory_of = own if self.sends == "gradient" else ErrorFeedback
+
+    @property
+    def _memory(self) -> ErrorFeedback:
+        return self._memory_of()
 
     def residual_content(self, kind: Hashable) -> str:
         return self._memory.residual_content or super().residual_content(kind)

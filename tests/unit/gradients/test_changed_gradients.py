@@ -55,6 +55,26 @@ def test_a_rank_that_clips_by_its_optimizer_alone() -> None:
         ranks.optimizers[0].step()
 
 
+def test_gradients_of_a_step_that_no_rank_takes_are_not_clipped() -> None:
+    """Each rank's are its own then, and those of an embedding are sparse, whose norm torch does not compute."""
+    tables = [nn.Embedding(3, 2, sparse=True) for _ in range(2)]
+    optimizers = [
+        dgcopt.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=0.1), table.named_parameters(), comm=comm, sparse_as_dense=True
+        )
+        for table, comm in zip(tables, dgcopt.simulated_world(2), strict=True)
+    ]
+    for factor, table in zip((1.0, torch.nan), tables, strict=True):
+        table.weight.data.fill_(1.0)
+        table(torch.tensor([1])).sum().mul(factor).backward()
+    for optimizer in optimizers:
+        assert optimizer.clip_grad_norm_(1.0).isnan()
+        with pytest.raises(RuntimeError, match="not finite"):
+            optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        optimizer.step()
+    assert all((table.weight == 1.0).all() for table in tables)
+
+
 def test_launched_exchanges_are_cancelled_on_all_ranks_before_they_are_told() -> None:
     ranks = Ranks(2, momentum_sgd, compression=dgcopt.DGC(0.5, overlap=True))
     ranks.step(0)

@@ -23,6 +23,8 @@ def make_models() -> list[nn.Module]:
 def test_six_optimizers_one_after_another_on_the_same_models_leave_nothing() -> None:
     comms, models = dgcopt.simulated_world(2), make_models()
     dropped, alive = [], []
+    gc.collect()  # of the tests before
+    gc.collect()  # and of their finalizers
     for _ in range(6):
         optimizers = [
             dgcopt.DistributedOptimizer(

@@ -51,7 +51,8 @@ class AsyncAverage(Averaging):
     `optimizer.averaging.abort()` stops the exchanges, `resume()` restarts them. A script that ends without `abort()`
     waits until all ranks' scripts end. A script that calls `torch.distributed.destroy_process_group()` or
     `hvd.shutdown()` must call `abort()` or `dgcopt.shutdown()` first. If a rank dies, the others raise an error in
-    their next step or in `abort()`. A script that ends without either logs it and exits with code 0.
+    their next step or in `abort()`. A script that ends without either logs it and exits with code 0. Save a checkpoint
+    between `abort()` and `resume()`: otherwise some ranks' weights have the last exchange's result and others' lack it.
 
     Args:
         interval: seconds between exchanges. Smaller keeps ranks closer and sends more; a longer exchange delays the

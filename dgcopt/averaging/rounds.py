@@ -181,6 +181,7 @@ class Rounds(Schedule):
         self.commit.end()
         self.replica.restore(state)
         self.step, self._missed = state["step"], state["under_way"]
+        self.last_own_step = self.local_step
         self._follow_warm_up()
 
     def entry(self) -> dict[str, Any]:

@@ -339,9 +339,22 @@ class Schedule(Round):
             self.buckets()
             yield from replica.merge(scheduler)
         self._start_all()
+        self._warn_of_residual()
         if self._missed:
             self.sync.relaunch()
             self._missed = False
+
+    def _warn_of_residual(self) -> None:
+        """Warn if the loaded state holds the residual of a longer warm-up, whose last step would have flushed it."""
+        engine = self._engine
+        if engine is None or not self.rule.warmup_steps or self.local_step < 0:
+            return
+        if norm := engine.store.residual_norm():
+            log.warning(
+                "dgcopt: rank %s: the loaded state is of step %d of a warm-up, which warmup_steps=%d ends before: its "
+                "residual, of norm %.3g, is not sent. Resume with at least warmup_steps=%d",
+                *(self.comm.rank, self.step, self.rule.warmup_steps, norm, self.step + 1),
+            )
 
     def _start_all(self) -> None:
         """Give the rule the weights from which training starts or resumes."""

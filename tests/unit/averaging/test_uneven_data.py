@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 
 import pytest
@@ -11,8 +12,9 @@ from torch import nn
 from torch.optim import SGD
 
 import dgcopt
-from dgcopt import SGP, LocalSGD
+from dgcopt import SGP, DiLoCo, LocalSGD
 from dgcopt.averaging import Averaging, Graph
+from tests.support.averaging import World, assert_worlds_close, plain
 
 
 class Counting(nn.Module):
@@ -92,3 +94,18 @@ def test_ranks_leave_after_a_round_that_has_sent_their_last_steps(graph: Graph) 
     """An unbalanced graph has rounds after other steps too, which send nothing."""
     ranks = Ranks(SGP(graph, every=3), (2, 2, 2))
     assert [optimizer.averaging.step for optimizer in ranks.optimizers] == [3, 3, 3]
+
+
+def test_an_outer_step_has_the_progress_that_a_rank_without_data_has_loaded() -> None:
+    """As a round of local SGD has, which it is with an outer SGD of lr 1."""
+    runs = []
+    for rule in (LocalSGD(4), DiLoCo(4, functools.partial(SGD, lr=1.0))):
+        world = World(2, rule, plain)
+        world.load(World(2, rule, plain).train(range(3)).states())
+        with dgcopt.join(world.optimizers[0]):
+            with dgcopt.join(world.optimizers[1]):
+                pass
+            world.backward(3)
+            world.optimizers[0].step()
+        runs.append(world)
+    assert_worlds_close(*runs)

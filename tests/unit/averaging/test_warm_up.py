@@ -205,3 +205,18 @@ def test_its_momentum_is_the_same_on_all_ranks(compressor: Compressor) -> None:
             momentum = optimizer.state[mine[name]]["momentum_buffer"]
             assert momentum.any()
             assert torch.equal(momentum, ranks.optimizers[0].state[ranks.params[0][name]]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("warmup_steps", [1, 2])
+def test_a_residual_that_a_shorter_warm_up_never_sends_is_told(
+    warmup_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, ours = Ranks(dgcopt.TopK(0.05)), Ranks(dgcopt.TopK(0.05), rule=LocalSGD(2, warmup_steps=warmup_steps))
+    for seed in range(WARM - 1):
+        old.step(seed)
+    for optimizer, saved in zip(ours.optimizers, old.optimizers, strict=True):
+        optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+    for optimizer in ours.optimizers:
+        optimizer.averaging.finish_round()
+    assert "rank 0: the loaded state is of step 2 of a warm-up" in caplog.text
+    assert "Resume with at least warmup_steps=3" in caplog.text

@@ -76,8 +76,19 @@ class LocalShard(Tensor):
         self.dtensor.requires_grad = value
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        """Call `hook` with this shard after its gradient was added to: after FSDP2's reduce-scatter."""
-        return self.dtensor.register_post_accumulate_grad_hook(lambda _: hook(self))
+        """Call `hook` with this shard after its gradient was added to: after FSDP2's reduce-scatter.
+
+        Without FSDP2 the gradient of a whole parameter in sequence parallelism is a sum that is still to be made over
+        the ranks of the tensor group: it is made first, as other code than torch's takes the addend for the gradient.
+        """
+
+        def arrived(param: Any) -> None:
+            if param.grad is not None and param.grad.placements != param.placements:
+                with torch.no_grad():
+                    param.grad = param.grad.redistribute(placements=param.placements)
+            hook(self)
+
+        return self.dtensor.register_post_accumulate_grad_hook(arrived)
 
 
 def _data_of(param: Any) -> Tensor:

@@ -341,4 +341,5 @@ def _versions(grads: Sequence[Tensor | None]) -> list[int]:
 def _bits_in(bucket: GradientBucket) -> Tensor:
     """Return a copy of values from all over a bucket's first gradient, as bytes: NaN equals itself."""
     first = next((values_of(grad) for grad in bucket.grads() if grad is not None), torch.empty(0)).detach().reshape(-1)
-    return first[:: len(first) // BLOCK or 1].clone().view(torch.uint8)  # whole rows of it may be zero
+    some = first[:: len(first) // BLOCK or 1].clone()  # whole rows of it may be zero
+    return some.as_strided((len(some),), (1,)).view(torch.uint8)  # one element may have any strides

@@ -75,6 +75,26 @@ def test_gradients_of_a_step_that_no_rank_takes_are_not_clipped() -> None:
     assert all((table.weight == 1.0).all() for table in tables)
 
 
+def test_gradients_of_one_element_have_any_stride() -> None:
+    """That of a real part is every second float; a copy of its bits is kept to tell a later change."""
+    models = [nn.ParameterDict({"real": torch.ones(1), "imag": torch.ones(1)}) for _ in range(2)]
+    optimizers = [
+        dgcopt.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), dgcopt.TopK(0.5), comm=comm
+        )
+        for model, comm in zip(models, dgcopt.simulated_world(2), strict=True)
+    ]
+    for _ in range(3):
+        for optimizer, model in zip(optimizers, models, strict=True):
+            optimizer.zero_grad()
+            torch.complex(model["real"], model["imag"]).mul(2 + 1j).real.sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for model in models:
+        torch.testing.assert_close(model["real"].detach(), torch.tensor([0.4]))
+        torch.testing.assert_close(model["imag"].detach(), torch.tensor([1.3]))
+
+
 def test_launched_exchanges_are_cancelled_on_all_ranks_before_they_are_told() -> None:
     ranks = Ranks(2, momentum_sgd, compression=dgcopt.DGC(0.5, overlap=True))
     ranks.step(0)

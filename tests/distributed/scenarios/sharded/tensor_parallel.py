@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.optim import SGD, AdamW
 
 import dgcopt
@@ -63,6 +65,58 @@ def in_tensor_parallel(shards: int, comm: Comm) -> None:
         dgcopt.DistributedOptimizer(SGD(sparse.parameters(), lr=0.1), sparse.named_parameters(), comm=comm)
 
 
+class Sequences(nn.Module):
+    """Norms of split sequences around split layers; the rest of torch's sequence parallelism is in `plan`."""
+
+    plan: Mapping[str, Any] = {
+        "norm": SequenceParallel(sequence_dim=0),
+        "up": ColwiseParallel(input_layouts=Shard(0)),
+        "down": RowwiseParallel(output_layouts=Shard(0)),
+        "last": SequenceParallel(sequence_dim=0),
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.norm, self.up = nn.LayerNorm(6), nn.Linear(6, 20)
+            self.down, self.last = nn.Linear(20, 30), nn.LayerNorm(30)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.last(self.down(torch.tanh(self.up(self.norm(x))))))
+
+
+def sequence_parallel(comm: Comm) -> None:
+    """Without FSDP2 a norm's gradient comes as a sum to be made, of which updates took each rank's addend."""
+    mesh = init_device_mesh("cpu", (comm.size // 2, 2), mesh_dim_names=("replicate", "tensor"))
+    replica, half = divmod(comm.rank, 2)
+    make = functools.partial(AdamW, lr=0.01, eps=0.1)
+
+    def loss_of(outputs: Tensor, inputs: Tensor) -> Tensor:
+        return (outputs - inputs.sum(1, keepdim=True)).square().sum() / 30
+
+    for passes in (1, 2):  # the second one adds to a gradient that is complete
+        model = parallelize_module(Sequences(), mesh["tensor"], dict(Sequences.plan))
+        optimizer = wrap(model, make(model.parameters()), mesh, dgcopt.TopK(1.0), backward_passes_per_step=passes)
+        alone = []
+        for other in range(comm.size // 2):
+            whole_model = Sequences()
+            theirs = make(whole_model.parameters())
+            for step in range(passes):
+                loss_of(whole_model(batch(step, other)[0]), batch(step, other)[0]).div(passes).backward()
+            theirs.step()
+            alone.append([param.detach() for param in whole_model.parameters()])
+        for step in range(passes):
+            x = batch(step, replica)[0].chunk(2)[half]
+            outputs = model(x)
+            loss = loss_of(outputs.to_local() if hasattr(outputs, "to_local") else outputs, x)
+            (loss / passes).backward()
+        optimizer.step()
+        mean = [torch.stack(each).mean(0) for each in zip(*alone, strict=True)]
+        names = [name for name, _ in model.named_parameters()]
+        assert_close(whole(model), dict(zip(names, mean, strict=True)), TOLERANCE, f"{passes} passes")
+
+
 def nan_in_one_shard(comm: Comm, optimizer: Any, model: Any, given: tuple[Tensor, Tensor]) -> None:
     """The last rank's NaN in the first layer skips the step on all ranks."""
     optimizer.zero_grad()
@@ -75,4 +129,7 @@ def nan_in_one_shard(comm: Comm, optimizer: Any, model: Any, given: tuple[Tensor
     assert all(torch.equal(local_of(p), before[n]) for n, p in model.named_parameters())
 
 
-SCENARIOS: dict[str, Scenario] = {"sharded: tensor parallel, 2 x 1 x 2": functools.partial(in_tensor_parallel, 1)}
+SCENARIOS: dict[str, Scenario] = {
+    "sharded: tensor parallel, 2 x 1 x 2": functools.partial(in_tensor_parallel, 1),
+    "sharded: sequence parallel": sequence_parallel,
+}

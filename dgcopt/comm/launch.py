@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from ..collectives import AllGather
-from ..errors import ConfigError, MismatchError
+from ..errors import CommError, ConfigError, MismatchError
 from ..errors.checks import check_flag, check_positive, check_whole
 from .base import DEADLINE, Comm, LocalComm
 from .membership import STORE, Rules
@@ -230,10 +230,15 @@ def current_comm(given: Comm | None = None) -> Comm:
 
 def _renew() -> None:
     """Join again after something else, such as `hvd.elastic.run`, has restarted or ended the library."""
+    global _current
     if _current is not None and (_current.is_void() or _current.has_ended()):
         left = _current
         shutdown()
-        init(left.wire, deadline=left.deadline, checksums=left.checksums, streams=left.streams)
+        try:
+            init(left.wire, deadline=left.deadline, checksums=left.checksums, streams=left.streams)
+        except CommError:  # the next attempt needs the settings, too
+            _current = left
+            raise
 
 
 def has_joined() -> bool:

@@ -71,6 +71,8 @@ class MPIComm(Comm):
             torch.int64: MPI.INT64_T,
             torch.uint8: MPI.UINT8_T,
         }
+        # to move messages by, as MPI counts to 2^31 - 1: elements, not bytes
+        self._moved = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}
         self._ops = {"average": MPI.SUM, "sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
         world = (communicator if communicator is not None else MPI.COMM_WORLD).Dup()
         super().__init__(world.Get_rank(), world.Get_size(), deadline)
@@ -105,13 +107,14 @@ class MPIComm(Comm):
         if tensor.device.type != "cpu":
             tensor = tensor.cpu()
         divide_by = size if getattr(collective, "op", None) == "average" else 1
+        moved = self._moved.get(tensor.element_size(), mpi.BYTE)
         output = tensor
         if isinstance(collective, AllReduce):
             kind = self._types[tensor.dtype]
             requests = [comm.Iallreduce(mpi.IN_PLACE, _buffer(tensor, kind), self._ops[collective.op])]
         elif isinstance(collective, AllGather):
             output = tensor.new_empty(size, *tensor.shape)
-            requests = [comm.Iallgather(_buffer(tensor, mpi.BYTE), _buffer(output, mpi.BYTE, size))]
+            requests = [comm.Iallgather(_buffer(tensor, moved), _buffer(output, moved, size))]
         elif isinstance(collective, ReduceScatter):
             kind = self._types[tensor.dtype]
             output = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
@@ -120,16 +123,16 @@ class MPIComm(Comm):
             requests = [comm.Ireduce_scatter(_buffer(tensor, kind), _buffer(output, kind), counts, op)]
         elif isinstance(collective, AllToAll):
             output = torch.empty_like(tensor)
-            requests = [comm.Ialltoall(_buffer(tensor, mpi.BYTE, size), _buffer(output, mpi.BYTE, size))]
+            requests = [comm.Ialltoall(_buffer(tensor, moved, size), _buffer(output, moved, size))]
         elif isinstance(collective, Broadcast):
-            requests = [comm.Ibcast(_buffer(tensor, mpi.BYTE), collective.root)]
+            requests = [comm.Ibcast(_buffer(tensor, moved), collective.root)]
         elif isinstance(collective, SendRecv):
             requests = []
             if collective.source is not None:
                 output = torch.empty_like(tensor)
-                requests.append(comm.Irecv(_buffer(output, mpi.BYTE), collective.source))
+                requests.append(comm.Irecv(_buffer(output, moved), collective.source))
             if collective.to is not None:
-                requests.append(comm.Isend(_buffer(tensor, mpi.BYTE), collective.to))
+                requests.append(comm.Isend(_buffer(tensor, moved), collective.to))
         elif isinstance(collective, Barrier):
             requests = [comm.Ibarrier()]
         else:

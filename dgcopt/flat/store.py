@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ class Store:
         for kind, by_name in self._waiting.items():
             held = [(segment, by_name[segment.name]) for segment in bucket.segments if segment.name in by_name]
             if held:
-                flat = bucket.empty().to(held[0][1].dtype)
+                # parameters that had other compressors may have memory of another precision
+                flat = bucket.empty().to(reduce(torch.promote_types, (tensor.dtype for _, tensor in held)))
                 for segment, tensor in held:
                     segment.view(flat).copy_(tensor)
                 memory.put(kind, flat, [segment for segment in bucket.segments if segment.name not in by_name])

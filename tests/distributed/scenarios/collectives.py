@@ -39,6 +39,7 @@ from dgcopt.tuning.doctor import diagnose, profile_model
 from dgcopt.tuning.probe import probe
 from dgcopt.tuning.script import run_script
 from dgcopt.tuning.wire import KINDS
+from tests.support.wires import only
 
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
@@ -214,6 +215,19 @@ def many_in_flight(comm: Comm) -> None:
                 assert torch.equal(row, part(number, rank))
 
 
+@only(wires=["mpi"], sizes=[2])
+def counts_of_large_messages(comm: Comm) -> None:
+    """MPI counts to 2^31 - 1: a parameter of 2 GiB has as many elements, not bytes. Nothing is sent here."""
+    world, request = mock.Mock(), mock.Mock(**{"Test.return_value": True})
+    world.Ibcast.return_value = request
+    with mock.patch.dict(comm._communicators, {comm.ranks(): world}):  # type: ignore[attr-defined]
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            large = torch.empty(2**31 // dtype.itemsize + 1, dtype=dtype)
+            comm.wait(comm.start(Broadcast(large)))
+            memory, count, kind = world.Ibcast.call_args[0][0]
+            assert (count, count * kind.Get_size()) == (large.numel(), memory.nbytes), (count, kind)
+
+
 def several_connections(comm: Comm) -> None:
     """Where there can be several to each rank, every collective is what it was, cut in pieces or not."""
     spread = regrouped(comm, [0] * comm.size)
@@ -365,6 +379,7 @@ SCENARIOS = {
         ranks_share_a_device,
         measured_link,
         chosen,
+        counts_of_large_messages,
     )
 }
 

@@ -480,3 +480,21 @@ def test_simulated_ranks_that_name_other_roots():
     comms[0].start(Broadcast(torch.zeros(2), root=0))
     with pytest.raises(dgcopt.MismatchError, match="rank 1 and rank 0 name different roots of Broadcast"):
         comms[1].start(Broadcast(torch.zeros(2), root=1))
+
+
+def test_a_wire_that_cannot_be_joined_again_at_once_keeps_its_settings(joins, monkeypatch):
+    joins("torch")
+    dgcopt.shutdown()
+    before = dgcopt.init("torch", deadline=7.0, checksums=True)
+    before.close()
+
+    def fail(deadline):
+        raise CommError("not all ranks came")
+
+    with monkeypatch.context() as patched:
+        before.wire = "torch"
+        patched.setitem(launch._makers, "torch", fail)
+        with pytest.raises(CommError, match="not all ranks came"):
+            dgcopt.init()
+    again = dgcopt.init()
+    assert again is not before and (again.deadline, again.checksums) == (7.0, True)

@@ -7,7 +7,9 @@ import torch
 
 from dgcopt.averaging import Weights
 from dgcopt.compressors import Context, Memory, Place
-from dgcopt.flat.buckets import Segment
+from dgcopt.flat.buckets import Bucket, Segment
+from dgcopt.flat.store import Store
+from dgcopt.kernels import BLOCK
 
 
 @pytest.fixture
@@ -77,3 +79,14 @@ def test_facts_are_frozen_and_memory_is_changed_by_its_methods(memory: Memory) -
 
 def test_an_author_meets_few_fields() -> None:
     assert len(dataclasses.fields(Context)) <= 12 and len(dataclasses.fields(Weights)) <= 12
+
+
+def test_memory_of_parameters_that_come_together_keeps_the_higher_precision() -> None:
+    """After a checkpoint of compressors per parameter, for one."""
+    params, fine = {"a": torch.zeros(3), "b": torch.zeros(2)}, torch.tensor([1 + 2.0**-20, 3.0])
+    store = Store()
+    store.restore({**store.state(), "memory": {"residual": {"a": torch.ones(3, dtype=torch.bfloat16), "b": fine}}})
+    segments = (Segment("a", params["a"], 0), Segment("b", params["b"], BLOCK))
+    store.adopt(Bucket(0, segments, None, 2 * BLOCK))
+    kept = store.memory()["residual"]
+    assert kept["a"].eq(1).all() and torch.equal(kept["b"], fine)

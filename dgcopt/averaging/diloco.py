@@ -387,11 +387,17 @@ class OuterSync(Sync):
             self._outgoing = {}
 
     def progress(self) -> dict[Tensor, Tensor]:
-        return {param: param.detach() - anchor.detach() for param, anchor in self.anchors.items()}
+        # relative to the rounded start, as an outer gradient
+        return {param: param.detach() - start.detach().to(param.dtype) for param, start in self._all_starts()}
 
     def move_progress(self, progress: dict[Tensor, Tensor]) -> None:
-        for param, moved in progress.items():
-            param.copy_(self.anchors[param] + moved)
+        for param, start in self._all_starts():
+            param.copy_(start + progress[param])
+
+    def _all_starts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield all parameters and the weights at which their local steps start."""
+        for fragment in range(self.rule.fragments):
+            yield from ((param, start) for param, _, start in self._starts(fragment))
 
     def cancel(self) -> None:
         if self.sending is not None:

@@ -27,16 +27,17 @@ SUPPORTED = [
 class Trained:
     """One rank whose weights are averaged with those of lost ranks."""
 
-    def __init__(self, averaging: dgcopt.Averaging, comm: Losing) -> None:
+    def __init__(self, averaging: dgcopt.Averaging, comm: Losing, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(3)
-        self.model = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 5))
+        self.model = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 5)).to(dtype)
         bare = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.optimizer: Any = copy.deepcopy(averaging).attach(bare, self.model.named_parameters(), comm=comm)
 
     def step(self, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
         self.optimizer.zero_grad()
-        self.model(torch.randn(8, 24, generator=draw)).square().mean().backward()
+        inputs = torch.randn(8, 24, generator=draw).to(self.model[0].weight.dtype)
+        self.model(inputs).square().mean().backward()
         self.optimizer.step()
 
     def add_layer(self) -> None:
@@ -103,6 +104,22 @@ def test_a_late_rank_keeps_its_residual_and_its_progress() -> None:
     assert taker.optimizer.averaging.state()["since"] == 2, "its progress is not of the steps that it has made"
     for ours, theirs, change in zip(taker.model.parameters(), giver.model.parameters(), moved, strict=True):
         torch.testing.assert_close(ours, theirs + change)
+
+
+@pytest.mark.parametrize("settings", [{}, {"compression": dgcopt.TopK(0.1), "unsent": "local"}], ids=str)
+def test_rounding_of_a_late_rank_is_no_progress(settings: dict[str, Any]) -> None:
+    """Weights of half precision are the rounded anchors, where it has made no step since."""
+    giver, taker = (Trained(dgcopt.DiLoCo(EVERY, **settings), Losing(()), torch.bfloat16) for _ in range(2))
+    for step in range(2 * EVERY):
+        giver.step(step)
+    for step in range(EVERY):
+        taker.step(100 + step)
+    states = [dgcopt.survive.State(model=one.model, optimizer=one.optimizer) for one in (giver, taker)]
+    states[1]._load(copy.deepcopy(states[0]._own()))
+    sync = taker.optimizer.averaging.sync
+    assert not any(moved.any() for moved in sync.progress().values())
+    if not settings:
+        assert all(torch.equal(param, anchor.bfloat16()) for param, anchor in sync.anchors.items())
 
 
 @pytest.mark.parametrize("averaging", [*SUPPORTED, dgcopt.DiLoCo(EVERY, fragments=3)], ids=repr)

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from ..compressors import Compressor
+from ..errors import ConfigError
 from ..exchange.buffers import Buffers
 from ..exchange.commit import CommitMarker
 from ..exchange.divergence import digests
@@ -148,8 +150,18 @@ class Wrapped:
         return describe(self.optimizer, self.names, told, trained)
 
     def describe_start(self, warn: bool) -> list[str]:
-        """Return the further lines that must be equal before the first step, and stay so afterwards."""
-        if warn and _is_averaged_by_ddp(self.names):
+        """Return the further lines that must be equal before the first step, and stay so afterwards.
+
+        Raises ConfigError for gradients that are views of DistributedDataParallel's buckets.
+        """
+        around = _ddp_around(self.names)
+        has_views = any(param.grad is not None and param.grad._is_view() for param in self.names)
+        if has_views and any(module.gradient_as_bucket_view for module in around):
+            raise ConfigError(  # views would point to results, past the buckets
+                "DistributedDataParallel has gradient_as_bucket_view=True, and DistributedOptimizer writes its results "
+                "into gradients, not into DDP's buckets: train the bare model, or set gradient_as_bucket_view=False"
+            )
+        if warn and any(map(_averages, around)):
             log.warning(
                 "dgcopt: DistributedDataParallel averages these parameters' gradients too: what it sends comes on top "
                 "of what telemetry counts, and saves nothing. Give dgcopt.ddp_hook to DDP in place of "
@@ -297,19 +309,20 @@ class Wrapped:
         return done
 
 
-def _is_averaged_by_ddp(params: Iterable[Tensor]) -> bool:
-    """Return True if a DistributedDataParallel without a hook has averaged gradients of `params` over all processes."""
+def _ddp_around(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """Return the DistributedDataParallel modules that make gradients of `params`."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
+        return []
     ours = set(params)
-    for module in all_ddp_modules():
-        size = torch.distributed.get_world_size(module.process_group)
-        everyone = size == torch.distributed.get_world_size() > 1
-        # False after a forward pass within DDP's no_sync()
-        exchanges = getattr(module, "require_forward_param_sync", True) and not getattr(module, "_comm_hooks", [])
-        if everyone and exchanges and not ours.isdisjoint(module.parameters()):
-            return True
-    return False
+    return [module for module in all_ddp_modules() if not ours.isdisjoint(module.parameters())]
+
+
+def _averages(module: DistributedDataParallel) -> bool:
+    """Return True if a module without a hook has averaged gradients over all processes."""
+    size = torch.distributed.get_world_size(module.process_group)
+    everyone = size == torch.distributed.get_world_size() > 1
+    # False after a forward pass within DDP's no_sync()
+    return everyone and getattr(module, "require_forward_param_sync", True) and not getattr(module, "_comm_hooks", [])
 
 
 def _decays_apart(group: dict[str, Any]) -> bool:

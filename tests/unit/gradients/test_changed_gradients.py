@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import dgcopt
 from dgcopt import MismatchError
-from tests.support.worlds import MakeOptimizer, Ranks, momentum_sgd
+from tests.support.worlds import MakeOptimizer, Ranks, momentum_sgd, small_batch
 
 
 def clip(ranks: Ranks, on: list[int]) -> None:
@@ -73,6 +74,26 @@ def test_gradients_of_a_step_that_no_rank_takes_are_not_clipped() -> None:
             optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
         optimizer.step()
     assert all((table.weight == 1.0).all() for table in tables)
+
+
+def test_gradients_in_the_buckets_of_ddp_are_refused(tmp_path: Path) -> None:
+    """They would point to the first results, past the buckets from which DDP takes the next ones."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for is_view in (True, False):  # the views' modules are alive when others train
+            ranks = Ranks(2, momentum_sgd)
+            modules = [
+                nn.parallel.DistributedDataParallel(each, gradient_as_bucket_view=is_view) for each in ranks.models
+            ]
+            inputs, targets = small_batch()
+            for module in modules:
+                nn.functional.cross_entropy(module(inputs), targets).backward()
+            with pytest.raises(dgcopt.ConfigError, match="not into DDP's") if is_view else contextlib.nullcontext():
+                for optimizer in ranks.optimizers:
+                    optimizer.step()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_gradients_of_one_element_have_any_stride() -> None:

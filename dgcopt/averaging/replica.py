@@ -200,11 +200,11 @@ class Replica:
         """Note that the rule has seen the weights from which training starts, or resumes from a loaded state."""
         self.started, self.saved_by = True, 0
 
-    def set_weight(self, weight: float) -> None:
+    def set_weight(self, weight: float, has_progress: bool = True) -> None:
         """Set the weight of this rank in a mean."""
         self.weight = weight
         for ctx in self._buckets.values():
-            ctx.set_weight(weight)
+            ctx.set_weight(weight, has_progress)
 
     def mark_synced(self, params: Iterable[Tensor] = (), reached_all: bool = True) -> None:
         """Note the end of a round after which all ranks hold the same values of `params`."""

@@ -268,7 +268,7 @@ class SlowSync(Sync):
 
 def _largest_of_those_with_data(lr: float, ctx: Weights) -> Generator[Collective, Tensor, float]:
     """Return the largest learning rate of ranks with data; schedules of ranks without data stand still."""
-    mine = torch.tensor([lr if ctx.weight else -math.inf], dtype=torch.float64)
+    mine = torch.tensor([lr if ctx.has_progress else -math.inf], dtype=torch.float64)
     return float((yield AllReduce(mine, op="max", group="control")))
 
 

@@ -205,8 +205,9 @@ class RoundStep(Step):
 
     def adapt(self, verdict: Verdict) -> Job:
         """Set the weight of this rank in means: those without progress count only if averages divide by all ranks."""
-        counts = self.has_progress() or not self.participation.divides
-        self.round.replica.set_weight(self.participation.share if counts else 0.0)
+        has_progress = self.has_progress()
+        counts = has_progress or not self.participation.divides
+        self.round.replica.set_weight(self.participation.share if counts else 0.0, has_progress)
         yield from ()
 
     def rollback(self) -> None:

@@ -37,10 +37,13 @@ class Weights(Context):
         step: local steps since the warm-up.
         trained_by: the parameter group of all parameters in the bucket, and its optimizer.
         weight: the weight of this rank in a mean; 1 unless ranks have run out of data.
+        has_progress: True if this rank has made a step since the last round that reached all ranks, as all have unless
+            ranks have run out of data.
     """
 
     trained_by: ParameterGroup = field(default_factory=ParameterGroup)
     weight: float = 1.0
+    has_progress: bool = True
 
     def at(self, step: int) -> Weights:
         """Set the number of local steps since the warm-up, and return this context."""
@@ -55,9 +58,9 @@ class Weights(Context):
         """Use another parameter group's settings."""
         self.trained_by = replace(self.trained_by, settings=group)
 
-    def set_weight(self, weight: float) -> None:
+    def set_weight(self, weight: float, has_progress: bool = True) -> None:
         """Set the weight of this rank in a mean."""
-        self.weight = weight
+        self.weight, self.has_progress = weight, has_progress
 
     def keep_settings(self) -> None:
         """Keep the current settings of the parameter group: a scheduler may step before others have voted."""

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.optim.lr_scheduler import ExponentialLR
 
 import dgcopt
-from dgcopt import SGP, DiLoCo, LocalSGD
+from dgcopt import SGP, DiLoCo, LocalSGD, SlowMo
 from dgcopt.averaging import Averaging, Graph
 from tests.support.averaging import World, assert_worlds_close, plain
 
@@ -109,3 +110,22 @@ def test_an_outer_step_has_the_progress_that_a_rank_without_data_has_loaded() ->
             world.optimizers[0].step()
         runs.append(world)
     assert_worlds_close(*runs)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_slow_step_has_the_learning_rate_of_ranks_with_data_if_all_count_in_the_mean(sharded: bool) -> None:
+    """The schedule of a rank without data stands still, though its weights count."""
+    runs = []
+    for goes_on in (False, True):
+        world = World(2, SlowMo(2, base=LocalSGD(2), sharded=sharded), plain)
+        schedules = [ExponentialLR(optimizer, 0.8) for optimizer in world.optimizers]
+        with dgcopt.join(world.optimizers[1], divide_by="all"):
+            with dgcopt.join(world.optimizers[0], divide_by="all"):
+                world.train(range(3))
+            for seed in range(3, 9):
+                world.backward(seed)
+                world.optimizers[1].step()
+                for schedule in schedules if goes_on else schedules[1:]:
+                    schedule.step()
+        runs.append(world)
+    assert_worlds_close(*runs, 0)

@@ -102,7 +102,10 @@ class SurvivingComm(GlooComm):
 
     @staticmethod
     def from_environment(env: Mapping[str, str], rules: Rules) -> SurvivingComm:
-        """Join with the settings of the agent of `dgcopt run --survive`. Raises ConfigError if there is none."""
+        """Join with the settings of the agent of `dgcopt run --survive`.
+
+        Raises ConfigError if there is none, or if this process has left the job.
+        """
         missing = [name for name in (STORE, MEMBER, "RANK", "WORLD_SIZE") if name not in env]
         if missing:
             raise ConfigError(
@@ -113,6 +116,11 @@ class SurvivingComm(GlooComm):
             raise ConfigError("dgcopt.init(survive=True) needs Linux, where a process can shut down Gloo's connections")
         host, _, port = env[STORE].rpartition(":")
         store = TCPKeyValueStore(host, int(port), rules.deadline)
+        if store.get(gone_key(env[MEMBER])) is not None:
+            raise ConfigError(
+                f"{env[MEMBER]}: this process has left the job by dgcopt.shutdown(), and the other ranks go on without "
+                f"it. Call shutdown() at the end of the script only"
+            )
         return SurvivingComm(store, Status(env[MEMBER], int(env["RANK"]), ""), int(env["WORLD_SIZE"]), rules)
 
     # -- epochs ------------------------------------------------------------------------------------------------------

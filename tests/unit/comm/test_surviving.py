@@ -8,10 +8,11 @@ import time
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import dgcopt
 from dgcopt.comm.epoch_groups import EpochGroups
-from dgcopt.comm.membership import MEMBER, STORE, Epoch, Status
+from dgcopt.comm.membership import MEMBER, STORE, Epoch, Status, gone_key
 from dgcopt.comm.surviving import SurvivingComm
 from dgcopt.errors import CommError, ConfigError
 
@@ -50,6 +51,17 @@ def test_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     with pytest.raises(CommError, match=f"the store at 127.0.0.1:{port} does not answer .* first agent"):
         dgcopt.init(survive=True, deadline=1.0)
+
+
+def test_a_process_that_has_left_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would not take it in: it would wait for them until the deadline."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.set(gone_key("0.0.0"), "left")
+    environment = {STORE: f"127.0.0.1:{server.port}", MEMBER: "0.0.0", "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"0\.0\.0: this process has left the job by dgcopt\.shutdown\(\)"):
+        dgcopt.init(survive=True, deadline=2.0)
 
 
 class Store:

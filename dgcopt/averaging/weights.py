@@ -70,7 +70,8 @@ class Weights(Context):
         """Return a state of the optimizer, such as "exp_avg", in the layout of the weights.
 
         Zeros stand for that of parameters without any state yet, and of those that the optimizer steps by another rule,
-        as MuonAdamW. Raises ConfigError for a state that no parameter has, or that has not its parameter's shape.
+        as MuonAdamW. Raises ConfigError for a state that no parameter has, that has not its parameter's shape, or that
+        is sparse, as SGD's momentum of sparse gradients.
         """
         optimizer, segments = self.trained_by.optimizer, []
         assert optimizer is not None
@@ -80,10 +81,11 @@ class Weights(Context):
         for segment in self.segments:
             state = optimizer.state.get(as_stepped(segment.param), {})
             value = local(state[name]) if isinstance(state.get(name), Tensor) else None
-            if (state and not is_held) or (value is not None and value.shape != segment.param.shape):
-                shaped = [key for key, kept in state.items() if isinstance(kept, Tensor) and kept.dim()]
+            is_dense = value is None or (value.layout is torch.strided and value.shape == segment.param.shape)
+            if (state and not is_held) or not is_dense:
+                shaped = [k for k, kept in state.items() if isinstance(kept, Tensor) and kept.dim() and k != name]
                 raise ConfigError(
-                    f"parameter {segment.name!r}: {type(optimizer).__name__} has no state {name!r} of its shape. "
+                    f"parameter {segment.name!r}: {type(optimizer).__name__} has no dense state {name!r} of its shape. "
                     f"Average one of {', '.join(map(repr, shaped)) or 'none'}."
                 )
             held = torch.zeros_like(segment.param, dtype=dtype) if value is None else value

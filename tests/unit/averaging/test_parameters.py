@@ -340,3 +340,17 @@ def test_zeros_for_a_state_that_a_rank_lacks_have_the_dtype_of_the_others() -> N
     assert identical(world)
     ours, theirs = ([o.state[p]["wide"] for p in [*m.parameters()][1:]] for _, m, o in world)
     assert all(map(torch.equal, ours, theirs)) and {state.dtype for state in ours} == {torch.float32}
+
+
+def test_sparse_state_is_refused() -> None:
+    """SGD keeps the momentum of sparse gradients as a sparse tensor, which is no part of a flat one."""
+    rule = LocalSGD(4, state_every={"momentum_buffer": 1})
+    world = World(2, rule, model=lambda: nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 3)))
+    for model in world.models:
+        nn.init.ones_(model[0].weight)
+        nn.init.ones_(model[1].weight)
+        nn.init.zeros_(model[1].bias)
+        model(torch.tensor([1, 5])).square().sum().backward()
+    with pytest.raises(ConfigError, match=r"'0.weight': SGD has no dense state 'momentum_buffer' of its shape"):
+        for optimizer in world.optimizers:
+            optimizer.step()

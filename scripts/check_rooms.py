@@ -29,6 +29,7 @@ FOREIGN = {
     "_C": "where torch keeps _current_graph_task_id and _disabled_torch_function_impl",
     "_disabled_torch_function_impl": "torch: results of a subclass are plain tensors, as Parameter has it",
     "_current_graph_task_id": "torch: which backward pass is running",
+    "_is_view": "torch: whether a gradient is a part of DistributedDataParallel's buckets",
     "_version": "torch: how often a tensor was written to",
     "_values": "torch: of a sparse tensor that may hold a row twice, which values() refuses",
     "_indices": "torch: the same",

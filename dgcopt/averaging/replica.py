@@ -167,9 +167,9 @@ class Replica:
         self._sizes = [param.numel() for param in trained]
         for bucket in buckets:
             group, _, kind = _kind(bucket)
-            place = replace(place_of(bucket, self._comm, "average"), kind=kind)
+            place = replace(place_of(bucket, self._comm, "average"), kind=kind, share=self.weight)
             trained_by = ParameterGroup(groups[group], self.optimizer)
-            self._buckets[bucket] = Weights(place, self.store.adopt(bucket), trained_by=trained_by, weight=self.weight)
+            self._buckets[bucket] = Weights(place, self.store.adopt(bucket), trained_by=trained_by)
         if replaced:
             for bucket, ctx in self._buckets.items():
                 start(bucket, ctx)

@@ -36,14 +36,17 @@ class Weights(Context):
     Attributes:
         step: local steps since the warm-up.
         trained_by: the parameter group of all parameters in the bucket, and its optimizer.
-        weight: the weight of this rank in a mean; 1 unless ranks have run out of data.
         has_progress: True if this rank has made a step since the last round that reached all ranks, as all have unless
             ranks have run out of data.
     """
 
     trained_by: ParameterGroup = field(default_factory=ParameterGroup)
-    weight: float = 1.0
     has_progress: bool = True
+
+    @property
+    def weight(self) -> float:
+        """The weight of this rank in a mean: its share."""
+        return self.place.share
 
     def at(self, step: int) -> Weights:
         """Set the number of local steps since the warm-up, and return this context."""
@@ -52,7 +55,7 @@ class Weights(Context):
 
     def move(self, place: Place) -> None:
         """Go on at another place."""
-        self.place = place
+        self.place = replace(place, share=self.place.share)
 
     def use_settings(self, group: dict[str, Any]) -> None:
         """Use another parameter group's settings."""
@@ -60,7 +63,7 @@ class Weights(Context):
 
     def set_weight(self, weight: float, has_progress: bool = True) -> None:
         """Set the weight of this rank in a mean."""
-        self.weight, self.has_progress = weight, has_progress
+        self.place, self.has_progress = replace(self.place, share=weight), has_progress
 
     def keep_settings(self) -> None:
         """Keep the current settings of the parameter group: a scheduler may step before others have voted."""
@@ -112,7 +115,7 @@ def between_machines(x: Tensor, ctx: Weights, operation: Callable[[Tensor, Weigh
     """Apply `operation` to the machines' means among their first ranks; return its result on all ranks."""
     x = yield AllReduce(x, group="node")
     if ctx.place.local_rank == 0:
-        first = replace(ctx.placed(rank=ctx.place.node, size=ctx.place.nodes), weight=1.0)
+        first = ctx.placed(rank=ctx.place.node, size=ctx.place.nodes, share=1.0)
         x = yield from watched(operation(x, first), send_across)
     return (yield Broadcast(x, group="node"))
 

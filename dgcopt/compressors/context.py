@@ -41,6 +41,8 @@ class Place:
             guess.
         prescale: factor on the gradient, but not on memory, before the exchange.
         gain: factor on the result after the exchange, by its caller or by a compressor around this one.
+        share: this rank's weight in a mean over ranks: 1 unless ranks have run out of data. A gradient is given
+            multiplied by it, weights are not.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class Place:
     link: Link = field(default_factory=Link)
     prescale: float = 1.0
     gain: float = 1.0
+    share: float = 1.0
 
 
 @dataclass(eq=False)
@@ -79,7 +82,6 @@ class Context:
             not finite.
         norm: the norm of all gradients of this replica, if this rank has only shards of them; see
             `Compressor.clips_model`.
-        share: the factor of the gradient, as it is given, that makes up for ranks that have run out of data.
     """
 
     place: Place
@@ -92,7 +94,6 @@ class Context:
     mixture: Mixture | None = None
     peak: Tensor | None = None
     norm: Tensor | None = None
-    share: float = 1.0
 
     @property
     def rank(self) -> int:
@@ -236,10 +237,10 @@ class Context:
             certain: True if all ranks have voted to take the step.
             local: the gradient, if it stays where autograd left it.
             index: the bucket's place among those of the step; None leaves it.
-            share: the factor by which the gradient is multiplied already, for ranks without data.
+            share: the factor by which the gradient is multiplied already; see `Place`.
         """
-        self.place = replace(self.place, step=step, index=self.index if index is None else index)
-        self.certain, self.share = certain, share
+        self.place = replace(self.place, step=step, index=self.index if index is None else index, share=share)
+        self.certain = certain
         self.local = local if local is not None else self.local
 
     def commit(self, used: Sequence[bool] | None = None) -> None:

@@ -390,7 +390,7 @@ def test_a_rank_without_data_takes_what_the_others_give(choose: Any) -> None:
     world = World(SPARTA(0.2, choose), 3, (7, 700, 65, 1000))
     world.start(torch.zeros(len(world.real)))
     for ctx, weight in zip(world.contexts, (1.5, 1.5, 0.0), strict=True):
-        ctx.weight = weight
+        ctx.set_weight(weight)
     before = world.random()
     before[0][10], before[2][1500] = 100, 10000  # in the first patch, and in the last, where it must not count
     after = world.exchange(before)

@@ -143,7 +143,8 @@ class DGC(MomentumCorrected):
     def prepare(self, grads: Sequence[Tensor], contexts: Sequence[Context]) -> None:
         if self.clip is not None and grads:
             if self.clip.per == "model":
-                self.clip.clip_model(grads, contexts[0].size, contexts[0].op, contexts[0].norm, contexts[0].share)
+                first = contexts[0]
+                self.clip.clip_model(grads, first.size, first.op, first.norm, first.place.share)
             else:
                 self.clip.clip_each(grads)
 
@@ -152,7 +153,7 @@ class DGC(MomentumCorrected):
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         if self.clip is not None and not self.whole_model:
-            self.clip.clip_each([grad[segment.start : segment.stop] for segment in ctx.segments], ctx.share)
+            self.clip.clip_each([grad[segment.start : segment.stop] for segment in ctx.segments], ctx.place.share)
         memory, runs, start = self._memory, self._memory.runs(ctx.segments), self._memory.start(ctx)
         if ctx.kind == "vector" and self.vectors == "dense":
             grad = grad.to(at_least_float32(grad.dtype))

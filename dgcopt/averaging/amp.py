@@ -26,7 +26,8 @@ class ScaledSteps:
     @torch.no_grad()
     def before_step(self, params: Iterable[Tensor]) -> None:
         """Unscale gradients, or hide them from a step that must be skipped."""
-        self._hidden, self._skips = HiddenGradients(), False  # those of a step that an exception has ended are old
+        if self._skips:  # an exception has ended that step, and its gradients are old
+            self._hidden, self._skips = HiddenGradients(), False
         found, scale = (getattr(self._optimizer, name, None) for name in ("found_inf", "grad_scale"))
         if self._scales_itself or found is None:
             return

@@ -84,12 +84,12 @@ class Weights(Context):
         for segment in self.segments:
             state = optimizer.state.get(as_stepped(segment.param), {})
             value = local(state[name]) if isinstance(state.get(name), Tensor) else None
-            is_dense = value is None or (value.layout is torch.strided and value.shape == segment.param.shape)
-            if (state and not is_held) or not is_dense:
+            is_sparse = value is not None and value.layout is not torch.strided
+            if (state and not is_held) or is_sparse or (value is not None and value.shape != segment.param.shape):
                 shaped = [k for k, kept in state.items() if isinstance(kept, Tensor) and kept.dim() and k != name]
                 raise ConfigError(
-                    f"parameter {segment.name!r}: {type(optimizer).__name__} has no dense state {name!r} of its shape. "
-                    f"Average one of {', '.join(map(repr, shaped)) or 'none'}."
+                    f"parameter {segment.name!r}: {type(optimizer).__name__} has no {'dense ' if is_sparse else ''}"
+                    f"state {name!r} of its shape. Average one of {', '.join(map(repr, shaped)) or 'none'}."
                 )
             held = torch.zeros_like(segment.param, dtype=dtype) if value is None else value
             segments.append(replace(segment, param=held))

@@ -120,7 +120,8 @@ class GradientStep(Step):
         """True if this optimizer's step is the next one on its wire, and buckets may be launched before the vote."""
         if self.comm.survives:  # a loss must fail the step, which is repeated, not backward
             return False
-        return self.turns.is_next(self) and self.early.may(self.outgoing.step)
+        is_next = not self.turns.are_shared or self.turns.is_next(self)
+        return is_next and self.early.may(self.outgoing.step)
 
     def mark_touched(self, touch: Touch) -> None:
         """Record whether the user has changed averaged gradients before the optimizer's step."""

@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..blocks import BLOCK, bits_of
+from ..blocks import BLOCK
 from ..triton.floats import UNFUSED, magnitudes
 from ..triton.lengths import blocks_of, check_length
-from .groups import Chunks, Groups, Search, Searches
+from .groups import Chunks, Groups, Search
 
 __all__ = ["add_and_select_above", "add_and_select_chunks", "select", "select_above", "select_ahead", "select_chunks"]
 
@@ -41,14 +41,14 @@ def _keys(x, lengths, blocks, start, stop, HELD: tl.constexpr, BLOCK: tl.constex
 def _digits(counts, group, groups, wanted, DIGITS: tl.constexpr):
     """Return the highest digits of a group's least selected magnitude, and the number still to select among them."""
     number = tl.arange(0, 256)
-    digits, missing = tl.zeros((), tl.int64), tl.load(wanted + group).to(tl.int32)
+    digits, missing = tl.zeros((), tl.int64), tl.load(wanted + group)
     for i in tl.static_range(DIGITS):
-        here = tl.load(counts + (i * groups + group) * 256 + number)
+        here = tl.load(counts + (i * groups + group) * 256 + number).to(tl.int64)
         reach = tl.sum(here, 0) - tl.cumsum(here, 0) + here  # number of elements with this digit or a larger one
-        digit = tl.sum((reach >= missing).to(tl.int32), 0) - 1
+        digit = tl.sum((reach >= missing).to(tl.int64), 0) - 1
         missing -= tl.sum(tl.where(number > digit, here, 0), 0)
         digits = digits * 256 + digit
-    return digits, missing.to(tl.int64)
+    return digits, missing
 
 
 @triton.jit
@@ -88,7 +88,6 @@ def _count_chosen(
     groups,
     counts,
     chosen,
-    bounds,
     DIGITS: tl.constexpr,
     HELD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -98,7 +97,6 @@ def _count_chosen(
     group, start, stop = tl.load(mine), tl.load(mine + number), tl.load(mine + 2 * number)
     _, keys, there = _keys(x, lengths, blocks, start, stop, HELD, BLOCK, TILE)
     least, _ = _digits(counts, group, groups, wanted, DIGITS)
-    tl.store(bounds + group, least)  # the same from all programs of a group
     tl.store(chosen + tl.program_id(0), tl.sum((there & (keys > least)).to(tl.int32), 0))
     tl.store(chosen + number + tl.program_id(0), tl.sum((there & (keys == least)).to(tl.int32), 0))
 
@@ -140,145 +138,23 @@ def _write_chosen(
     tl.store(positions + to, place, mask=taken)
 
 
-@triton.jit
-def _add_digits(sizes, start, kept, digits, to, LEFT: tl.constexpr, NARROW: tl.constexpr):
-    """Count the next digit of those of a tile's kept elements that have the highest `digits`."""
-    found = tl.zeros((256,), tl.int32)
-    for first in range(0, kept, NARROW):
-        at = first + tl.arange(0, NARROW)
-        keys = tl.load(sizes + start + at, mask=at < kept, other=0).to(tl.int64) + 1
-        there = (at < kept) & ((keys >> (8 * LEFT)) == digits)
-        found += tl.histogram(((keys >> (8 * LEFT - 8)) & 255).to(tl.int32), 256, mask=there)
-    tl.atomic_add(to + tl.arange(0, 256), found, mask=found > 0)
-
-
-@triton.jit
-def _keep(
-    x,
-    lengths,
-    blocks,
-    tiles,
-    number,
-    wanted,
-    held,
-    bounds,
-    counts,
-    sizes,
-    offsets,
-    kept,
-    LEFT: tl.constexpr,
-    HELD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    NARROW: tl.constexpr,
-):
-    """Keep the few elements of a tile that reach the least selected block maximum, and count their first digit.
-
-    As many blocks hold one that large as elements are selected, so that no other is. Kept are their magnitudes and
-    their places in the tile, from the tile's start on.
-    """
-    mine = tiles + tl.program_id(0)
-    group, start, stop = tl.load(mine), tl.load(mine + number), tl.load(mine + 2 * number)
-    _, keys, there = _keys(x, lengths, blocks, start, stop, HELD, BLOCK, TILE)
-    bound = tl.where(tl.load(wanted + group) <= tl.load(held + group), tl.load(bounds + group), 0)
-    keep = there & (keys >= tl.maximum(bound, 1))
-    before = tl.cumsum(keep.to(tl.int32), 0)
-    tl.store(sizes + start + before - 1, (keys - 1).to(sizes.dtype.element_ty), mask=keep)
-    tl.store(offsets + start + before - 1, tl.arange(0, TILE).to(tl.int16), mask=keep)
-    count = tl.sum(keep.to(tl.int32), 0)
-    tl.store(kept + tl.program_id(0), count)
-    tl.debug_barrier()  # what other threads of this program have stored is read
-    _add_digits(sizes, start, count, 0, counts + group * 256, LEFT, NARROW)
-
-
-@triton.jit
-def _count_kept(
-    sizes, tiles, number, wanted, groups, counts, kept, DIGITS: tl.constexpr, LEFT: tl.constexpr, NARROW: tl.constexpr
-):
-    mine = tiles + tl.program_id(0)
-    group, start = tl.load(mine), tl.load(mine + number)
-    digits, _ = _digits(counts, group, groups, wanted, DIGITS)
-    to = counts + (DIGITS * groups + group) * 256
-    _add_digits(sizes, start, tl.load(kept + tl.program_id(0)), digits, to, LEFT, NARROW)
-
-
-@triton.jit
-def _count_chosen_of_kept(
-    sizes, tiles, number, wanted, groups, counts, kept, chosen, DIGITS: tl.constexpr, NARROW: tl.constexpr
-):
-    mine = tiles + tl.program_id(0)
-    group, start, count = tl.load(mine), tl.load(mine + number), tl.load(kept + tl.program_id(0))
-    least, _ = _digits(counts, group, groups, wanted, DIGITS)
-    larger, equal = tl.zeros((NARROW,), tl.int32), tl.zeros((NARROW,), tl.int32)
-    for first in range(0, count, NARROW):
-        at = first + tl.arange(0, NARROW)
-        keys = tl.load(sizes + start + at, mask=at < count, other=0).to(tl.int64) + 1
-        larger += ((at < count) & (keys > least)).to(tl.int32)
-        equal += ((at < count) & (keys == least)).to(tl.int32)
-    tl.store(chosen + tl.program_id(0), tl.sum(larger, 0))
-    tl.store(chosen + number + tl.program_id(0), tl.sum(equal, 0))
-
-
-@triton.jit
-def _write_kept(
-    sizes,
-    offsets,
-    blocks,
-    tiles,
-    number,
-    wanted,
-    groups,
-    counts,
-    kept,
-    chosen,
-    up_to,
-    firsts,
-    positions,
-    DIGITS: tl.constexpr,
-    HELD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NARROW: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    group, start, count = tl.load(tiles + tile), tl.load(tiles + number + tile), tl.load(kept + tile)
-    least, missing = _digits(counts, group, groups, wanted, DIGITS)
-    first = tl.load(firsts + group)  # see `_write_chosen`
-    larger = tl.load(up_to + tile) - tl.load(chosen + tile)
-    larger -= tl.load(up_to + first) - tl.load(chosen + first)
-    up_to += number
-    chosen += number
-    equal = tl.load(up_to + tile) - tl.load(chosen + tile)
-    equal -= tl.load(up_to + first) - tl.load(chosen + first)
-    to = tl.load(firsts + groups + group) + larger + tl.minimum(equal, missing)
-    for begin in range(0, count, NARROW):
-        at = begin + tl.arange(0, NARROW)
-        there = at < count
-        keys = tl.load(sizes + start + at, mask=there, other=0).to(tl.int64) + 1
-        place = start + tl.load(offsets + start + at, mask=there, other=0).to(tl.int64)
-        if HELD:
-            place = tl.load(blocks + place // BLOCK, mask=there, other=0) * BLOCK + place % BLOCK
-        ties = there & (keys == least)
-        taken = (there & (keys > least)) | (ties & (equal + tl.cumsum(ties.to(tl.int32), 0) <= missing))
-        tl.store(positions + to + tl.cumsum(taken.to(tl.int32), 0) - 1, place, mask=taken)
-        equal += tl.sum(ties.to(tl.int64), 0)
-        to += tl.sum(taken.to(tl.int64), 0)
-
-
 def select(flat: Tensor, maxima: Tensor, groups: Groups) -> Tensor:
     """See `select` in torch.py."""
     check_length(blocks_of(flat), maxima)
     check_length(groups.stop, flat)
-    blocks, bounds = _search(maxima, groups.search.lengths, groups.search.of_blocks)
-    return _search_blocks(flat, blocks, bounds, groups.search, held=True)
+    lengths = groups.search.lengths
+    blocks = _search(maxima, maxima, lengths, groups.search.of_blocks, block=0, held=True)
+    return _search(flat, blocks, lengths, groups.search.of_elements, block=BLOCK, held=True)
 
 
 def select_ahead(rows_of: Callable[[Tensor], Tensor], maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """See `select_ahead` in torch.py."""
     check_length(-(-groups.stop // BLOCK), maxima)
-    blocks, bounds = _search(maxima, groups.search.lengths, groups.search.of_blocks)
+    lengths = groups.search.lengths
+    blocks = _search(maxima, maxima, lengths, groups.search.of_blocks, block=0, held=True)
     rows = rows_of(blocks).view(-1)
     check_length(len(blocks) * BLOCK, rows)
-    chosen = _search_blocks(rows, blocks, bounds, groups.search, held=False)
+    chosen = _search(rows, blocks, lengths, groups.search.of_elements, block=BLOCK, held=False)
     positions = blocks.index_select(0, chosen // BLOCK) * BLOCK + chosen % BLOCK
     return positions, rows.index_select(0, chosen)
 
@@ -286,62 +162,24 @@ def select_ahead(rows_of: Callable[[Tensor], Tensor], maxima: Tensor, groups: Gr
 def largest(values: Tensor, count: int) -> Tensor:
     """Return positions of the largest magnitudes, of equal ones the first: int64, ascending."""
     there = torch.ones(len(values), dtype=torch.uint8, device=values.device)
-    return _search(values, there, Search.of([(0, len(values))], [count], values.device))[0]
+    return _search(values, values, there, Search.of([(0, len(values))], [count], values.device), block=0, held=True)
 
 
-def _search(x: Tensor, lengths: Tensor, search: Search) -> tuple[Tensor, Tensor]:
-    """Return the places of the selected elements, and per group the least selected magnitude plus one."""
-    digits, number, count = x.element_size(), search.tiles.shape[1], len(search.wanted)
-    positions, bounds = torch.empty(search.count + count, dtype=torch.int64, device=x.device).split(
-        [search.count, count]
-    )
-    if not search.count:
-        return positions, bounds
-    counts = torch.zeros(digits, count, 256, dtype=torch.int32, device=x.device)
-    operands = (x, lengths, x, search.tiles, number, search.wanted, count, counts)
-    modes = {"HELD": True, "BLOCK": 0, "TILE": search.tile, **UNFUSED}
-    for i in range(digits):
-        _count_digits[(number,)](*operands, **modes, DIGITS=i, LEFT=digits - i)
-    chosen = torch.empty(2, number, dtype=torch.int32, device=x.device)
-    _count_chosen[(number,)](*operands, chosen, bounds, **modes, DIGITS=digits)
-    up_to = chosen.cumsum(1)
-    _write_chosen[(number,)](*operands, chosen, up_to, search.firsts, positions, **modes, DIGITS=digits)
-    return positions, bounds
-
-
-_NARROW = 128
-"""Elements that a program reads at a time of those that it has kept: about forty of 2048."""
-
-
-def _search_blocks(x: Tensor, blocks: Tensor, bounds: Tensor, searches: Searches, held: bool) -> Tensor:
-    """Return the places of the selected elements of blocks, `bounds` being the least selected maxima.
-
-    `x` has all blocks if they are `held`, else only these.
-    """
-    search = searches.of_elements
-    positions = torch.zeros(search.count, dtype=torch.int64, device=x.device)  # within x, whatever the maxima are
+def _search(x: Tensor, blocks: Tensor, lengths: Tensor, search: Search, block: int, held: bool) -> Tensor:
+    """Return the places of the selected elements."""
+    positions = torch.empty(search.count, dtype=torch.int64, device=x.device)
     if not search.count:
         return positions
     digits, number, count = x.element_size(), search.tiles.shape[1], len(search.wanted)
     counts = torch.zeros(digits, count, 256, dtype=torch.int32, device=x.device)
-    sizes = torch.empty(len(blocks) * BLOCK, dtype=bits_of(x).dtype, device=x.device)
-    offsets = torch.empty(len(sizes), dtype=torch.int16, device=x.device)
-    kept = torch.empty(number, dtype=torch.int32, device=x.device)
-    grid, modes = (number,), {"NARROW": min(_NARROW, search.tile), **UNFUSED}
-    _keep[grid](
-        *(x, searches.lengths, blocks, search.tiles, number, search.wanted, searches.of_blocks.wanted, bounds),
-        *(counts, sizes, offsets, kept),
-        **{"LEFT": digits, "HELD": held, "BLOCK": BLOCK, "TILE": search.tile, **modes},
-    )
-    operands = (search.tiles, number, search.wanted, count, counts, kept)
-    for i in range(1, digits):
-        _count_kept[grid](sizes, *operands, **modes, DIGITS=i, LEFT=digits - i)
+    operands = (x, lengths, blocks, search.tiles, number, search.wanted, count, counts)
+    modes = {"HELD": held, "BLOCK": block, "TILE": search.tile, **UNFUSED}
+    for i in range(digits):
+        _count_digits[(number,)](*operands, **modes, DIGITS=i, LEFT=digits - i)
     chosen = torch.empty(2, number, dtype=torch.int32, device=x.device)
-    _count_chosen_of_kept[grid](sizes, *operands, chosen, **modes, DIGITS=digits)
-    _write_kept[grid](
-        *(sizes, offsets, blocks, *operands, chosen, chosen.cumsum(1), search.firsts, positions),
-        **{"DIGITS": digits, "HELD": held, "BLOCK": BLOCK, **modes},
-    )
+    _count_chosen[(number,)](*operands, chosen, **modes, DIGITS=digits)
+    up_to = chosen.cumsum(1)
+    _write_chosen[(number,)](*operands, chosen, up_to, search.firsts, positions, **modes, DIGITS=digits)
     return positions
 
 

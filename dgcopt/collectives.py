@@ -35,6 +35,7 @@ __all__ = [
     "carried",
     "check_generator",
     "everyone",
+    "in_memory",
     "is_joinable",
     "joined",
     "on_cpu",
@@ -263,6 +264,15 @@ def check_generator(exchange: object) -> None:
             f"exchange() must be a generator that yields collectives and returns the result, but it has returned "
             f"{type(exchange).__name__}. If it sends nothing, begin it with `yield from ()`."
         )
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements one after the other in memory: flat, with no lazy conjugate or negative.
+
+    Shares memory with `tensor` if it lies so already.
+    """
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return whole.as_strided((whole.numel(),), (1,))  # one element is contiguous by any strides
 
 
 def on_cpu() -> AbstractContextManager[Any]:

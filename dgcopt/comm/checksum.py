@@ -21,6 +21,7 @@ from ..collectives import (
     bytes_of,
     carried,
     everyone,
+    in_memory,
 )
 from ..errors import PayloadError
 
@@ -53,10 +54,9 @@ def checked(exchange: Generator[Collective, Tensor, Result], rank: int) -> Gener
 
 def _sealed(collective: _Messages, rank: int) -> Exchange:
     """Send the collective's tensor as bytes with a checksum behind each message; return the plain result."""
-    tensor = collective.tensor.detach().resolve_conj().resolve_neg().contiguous()
+    tensor = collective.tensor
     to_each = isinstance(collective, AllToAll) and tensor.dim() > 0
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # one element is contiguous by any strides
-    messages = flat.view(len(tensor) if to_each else 1, -1).view(torch.uint8)
+    messages = in_memory(tensor).view(len(tensor) if to_each else 1, -1).view(torch.uint8)
     sums = torch.stack([_crc(message) for message in messages])
     packed = torch.cat([messages, sums], dim=1)
     sent = replace(collective, tensor=packed if to_each else packed[0])
@@ -78,7 +78,7 @@ def _sealed(collective: _Messages, rank: int) -> Exchange:
 
 def _compare(collective: AllReduce, result: Tensor, rank: int) -> Generator[AllGather, Tensor, None]:
     """Raise PayloadError on every rank unless all got the same result."""
-    flat = result.detach().contiguous().as_strided((result.numel(),), (1,))
+    flat = in_memory(result)
     if flat.is_floating_point():
         # which of two NaNs, or of two zeros, survives a sum or a maximum depends on their order
         flat = (flat + 0.0).masked_fill_(flat.isnan(), torch.nan)

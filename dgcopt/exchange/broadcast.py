@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..collectives import Broadcast, Collective
+from ..collectives import Broadcast, Collective, in_memory
 from ..comm import Comm, current_comm
 from ..errors import CommError, ConfigError
 from ..flat.optimizer_state import STATE_KEY, unmarked
@@ -178,8 +178,7 @@ def _encode(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         check_not_sharded("a tensor in it", value)
         # as bytes, because not every wire has every dtype
-        whole = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        tensors.append(whole.as_strided((whole.numel(),), (1,)).view(torch.uint8))  # one element may have any strides
+        tensors.append(in_memory(value.detach().cpu()).view(torch.uint8))
         return ["tensor", [len(tensors) - 1, str(value.dtype).removeprefix("torch."), list(value.shape)]]
     if isinstance(value, dict):
         return ["dict", [[_encode(k, tensors), _encode(v, tensors)] for k, v in value.items()]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives import AllGather, AllReduce, Broadcast, Collective
+from ..collectives import AllGather, AllReduce, Broadcast, Collective, in_memory
 from ..comm import Comm
 from ..errors import ConfigError
 from ..errors.checks import check_whole
@@ -116,7 +116,7 @@ class Buffers:
             _write(alike, total)
         whole = [buffer for buffer in found.values() if all(buffer is not other for other in averaged)]
         if whole:
-            sent = torch.cat([_bytes(buffer).to(whole[0].device) for buffer in whole])
+            sent = torch.cat([in_memory(buffer).view(torch.uint8).to(whole[0].device) for buffer in whole])
             received = yield Broadcast(comm.to_wire(sent), root=there[0], label="buffers")
             if in_shards:
                 received = (yield AllGather(received, group="replica", label="buffers of shards"))[0]
@@ -124,11 +124,6 @@ class Buffers:
                 spans = received.split([buffer.nbytes for buffer in whole])
                 for buffer, span in zip(whole, spans, strict=True):
                     buffer.copy_(span.clone().view(buffer.dtype).view(buffer.shape))
-
-
-def _bytes(buffer: Tensor) -> Tensor:
-    """Return a buffer's bytes; one of a single element is contiguous by any strides."""
-    return buffer.contiguous().as_strided((buffer.numel(),), (1,)).view(torch.uint8)
 
 
 def _write(buffers: list[Tensor], values: Tensor) -> None:

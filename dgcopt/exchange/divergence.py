@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ..collectives import AllGather, Broadcast, Collective, bytes_of, everyone
+from ..collectives import AllGather, Broadcast, Collective, bytes_of, everyone, in_memory
 from ..comm import Comm, current_comm
 from ..errors import ConfigError, DivergenceError
 from ..flat.gradient import is_finite
@@ -148,12 +148,10 @@ def digests(tensors: Mapping[str, Sequence[Tensor]]) -> Tensor:
 
 def _summary(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes, or 16 bytes of hash if there are many: uint8, flat, on its device."""
-    whole = _whole(tensor.detach()).contiguous()
-    data = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # one element is contiguous by any strides
+    data = in_memory(_whole(tensor.detach())).view(torch.uint8)
     return data if len(data) <= SMALL else hash_of(data).view(torch.uint8)
 
 
 def _whole(tensor: Tensor) -> Tensor:
     """Return every element: SGD's momentum of a sparse gradient is sparse too, and may hold a row in several parts."""
-    whole = tensor if tensor.layout == torch.strided else tensor.to_dense()
-    return whole.resolve_conj().resolve_neg()
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()

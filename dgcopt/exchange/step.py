@@ -230,7 +230,7 @@ class Step:
         """Cast this rank's ballot, and return the verdict of all ranks."""
         self.scheduler.begin_step()
         ballot, through = self.ballot(final), self.scheduler.through
-        # ranks are not alike either if their next collectives are not each other's
+        # ranks that have started other numbers of collectives would take one message for another
         ballot = replace(ballot, trained=ballot.trained ^ (self.scheduler.before_step & 0xFFFFFFFF))
         if not (yield from through(in_whole_replica(ballot.finite, self.comm, "vote of shards", ballot))):
             ballot = replace(ballot, finite=False)

@@ -171,7 +171,7 @@ class GradientStep(Step):
 
     @property
     def _momentum_gain(self) -> float:
-        """The optimizer's momentum over a rank's, which is of its own gradients, as they were divided before."""
+        """Factor from the mean of ranks' momenta to the optimizer's, whose gradients are summed, or predivided."""
         return self.comm.size if self.settings.op == "sum" else self.settings.gradient_predivide_factor
 
     @property

@@ -17,6 +17,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
+from ..collectives import in_memory
 from ..exchange.vote import Touch
 from ..flat.gradient import GradientBucket, is_finite, values_of
 from ..kernels import BLOCK, peaks
@@ -341,5 +342,4 @@ def _versions(grads: Sequence[Tensor | None]) -> list[int]:
 def _bits_in(bucket: GradientBucket) -> Tensor:
     """Return a copy of values from all over a bucket's first gradient, as bytes: NaN equals itself."""
     first = next((values_of(grad) for grad in bucket.grads() if grad is not None), torch.empty(0)).detach().reshape(-1)
-    some = first[:: len(first) // BLOCK or 1].clone()  # whole rows of it may be zero
-    return some.as_strided((len(some),), (1,)).view(torch.uint8)  # one element may have any strides
+    return in_memory(first[:: len(first) // BLOCK or 1].clone()).view(torch.uint8)  # whole rows of it may be zero

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "CHUNK", "bits_of", "chunks", "is_dense", "is_flat", "is_in_rows"]
+__all__ = ["BLOCK", "CHUNK", "bits_of", "chunks", "is_dense", "is_flat", "is_in_rows", "is_plain"]
 
 BLOCK = 64
 """Elements per block; every parameter starts on a block boundary."""
@@ -28,24 +28,24 @@ def bits_of(flat: Tensor) -> Tensor:
     return flat.resolve_neg().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
 
 
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
     """Return True if memory holds the elements themselves, not their negatives, as of `torch.imag(z.conj())`."""
     return x.layout is torch.strided and not x.is_neg()
 
 
 def is_flat(x: Tensor) -> bool:
     """Return True if a tensor's elements are in memory one after the other, in order."""
-    return _is_plain(x) and x.is_contiguous()
+    return is_plain(x) and x.is_contiguous()
 
 
 def is_in_rows(x: Tensor) -> bool:
     """Return True if the elements of each row are in memory one after the other; rows may lie apart."""
-    return _is_plain(x) and (x.is_contiguous() or x.stride(-1) == 1)
+    return is_plain(x) and (x.is_contiguous() or x.stride(-1) == 1)
 
 
 def is_dense(x: Tensor) -> bool:
     """Return True if a tensor's elements are dense in memory, in any order."""
-    if not _is_plain(x):
+    if not is_plain(x):
         return False
     order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
     return x.is_contiguous() or x.is_contiguous(memory_format=order)

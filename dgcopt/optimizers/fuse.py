@@ -27,7 +27,7 @@ from ..flat.buckets import Segment
 from ..flat.gradient import LARGE
 from ..gradients.subclass import Step, bare_class, become
 from ..gradients.synchronised import synchronised
-from ..kernels import BLOCK
+from ..kernels import BLOCK, is_plain
 
 __all__ = ["fuse_optimizer"]
 
@@ -234,7 +234,7 @@ class Run:
         if self._versions_now() != self._versions:
             return False
         grads = self._grads()
-        if not all(map(_is_plain, grads)) or _share_memory(grads) != self._share_memory:
+        if not all(map(is_plain, grads)) or _share_memory(grads) != self._share_memory:
             return False
         if self.flat_grad is not None:
             return True
@@ -488,7 +488,7 @@ def _fits(grad: Tensor, param: Tensor) -> bool:
     """Return True if a gradient is a plain tensor with the parameter's strides."""
     return (
         type(grad) is Tensor
-        and _is_plain(grad)
+        and is_plain(grad)
         and grad.dtype == param.dtype
         and grad.device == param.device
         and grad.stride() == param.stride()
@@ -499,12 +499,7 @@ def _lies_alike(param: Tensor, state: dict[str, Any]) -> bool:
     """Return True if a parameter is dense and its gradient and state lie as it does, which fused kernels assume."""
     held = [value for value in (param.grad, *state.values()) if isinstance(value, Tensor) and value.dim()]
     dense = torch.empty_like(param, device="meta")
-    return all(_is_plain(each) and _order(each) == _order(param) for each in (dense, *held))
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return True if memory holds the elements themselves, not their negatives, as of `torch.imag(z.conj())`."""
-    return tensor.layout == torch.strided and not tensor.is_neg()
+    return all(is_plain(each) and _order(each) == _order(param) for each in (dense, *held))
 
 
 def _order(tensor: Tensor) -> list[tuple[int, int]]:

@@ -8,7 +8,8 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -307,9 +308,9 @@ class MomentumCorrection(ErrorFeedback):
         return {param: _sign_of(group) for group in groups for param in group["params"]}
 
 
-def _memory_for(optimizer: Optimizer, params: Collection[Tensor]) -> ErrorFeedback:
+def _memory_for(optimizer: Optimizer, params: AbstractSet[Tensor]) -> ErrorFeedback:
     """Return momentum correction if SGD has momentum for any of `params`, else plain error feedback, and log which."""
-    groups = [group for group in optimizer.param_groups if not {*params}.isdisjoint(group["params"])]
+    groups = [group for group in optimizer.param_groups if params & {*group["params"]}]
     has_momentum = any(group.get("momentum") for group in groups)
     if has_momentum and isinstance(optimizer, SGD) and steps_as(optimizer, SGD):
         return MomentumCorrection(optimizer)
@@ -338,7 +339,7 @@ class MomentumCorrected(ScheduledRatio):
         self._take_over(optimizer)
 
     def _take_over(self, optimizer: Optimizer) -> None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = {param for group in optimizer.param_groups for param in group["params"]}
         own = functools.cache(functools.partial(_memory_for, optimizer, params))
         self._memory_of = own if self.sends == "gradient" else ErrorFeedback
 

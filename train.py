@@ -401,7 +401,7 @@ class Trainer:
                 self.commit()
         result: dict[str, Any] = metrics or self.evaluate()
         parameters = nn.utils.parameters_to_vector(self.model.parameters()).detach().cpu()
-        result |= {"best_accuracy": state.best, "steps": state.step, "seconds": self.seconds, "skipped": self.skipped}
+        result |= {"best_accuracy": state.best, "steps": state.step, "seconds": state.seconds, "skipped": state.skipped}
         result |= {"workers": self.comm.size, "wire": self.comm.wire} | per_step(self.exchange.telemetry, before)
         return result | {
             "parameters_sha256": hashlib.sha256(parameters.view(torch.uint8).numpy().tobytes()).hexdigest()

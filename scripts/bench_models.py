@@ -6,8 +6,9 @@
 Models: `resnet50` (torchvision's, bf16 autocast, synthetic images), `gpt` and `gpt-32` (350 million parameters, bf16
 autocast, 4,096 and 16,384 tokens), and `tiny`, to try it. The other ranks are an echo (scripts/echo.py): a rank
 compresses its gradients, decodes as many messages as there are ranks, and no network has to be waited for. Systems take
-turns, so that ratios hold on a machine with other work; times are medians. --trace keeps torch's profile of two steps,
---plot draws it, a row per stream.
+turns, so that ratios hold on a machine with other work; times are medians. Those of the host last until
+`step()` returns and include its waits for the device. --trace keeps torch's profile of two steps, --plot
+draws it, a row per stream.
 """
 
 from __future__ import annotations
@@ -97,11 +98,12 @@ class Training:
         with record_function("step"):
             self.optimizer.step()
 
-    def seconds(self) -> float:
-        """How long a step takes."""
+    def seconds(self) -> tuple[float, float]:
+        """How long a step takes, and how long the host takes to return from it."""
         start = now(self.device)
         self.step()
-        return now(self.device) - start
+        returned = time.perf_counter()
+        return now(self.device) - start, returned - start
 
 
 def now(device: torch.device) -> float:
@@ -116,6 +118,11 @@ def peak(device: torch.device) -> float:
     return torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else float("nan")
 
 
+def allocations(device: torch.device) -> int:
+    """The number of calls of cudaMalloc so far; each makes the device wait."""
+    return int(torch.cuda.memory_stats()["num_device_alloc"]) if device.type == "cuda" else 0
+
+
 def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A record per system, which take turns; each is made anew, so that the memory of one is enough."""
     records = []
@@ -128,9 +135,12 @@ def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             training = Training(system, name, arguments)
             for _ in range(WARMUP):
                 training.step()
-            times = found.setdefault(system, {"seconds": []})
-            turns = [training.seconds() for _ in range(arguments.rounds)]
+            times = found.setdefault(system, {"seconds": [], "host": [], "allocations": 0})
+            before = allocations(device)
+            turns, host = zip(*(training.seconds() for _ in range(arguments.rounds)), strict=True)
             times["seconds"] += turns
+            times["host"] += host
+            times["allocations"] += allocations(device) - before
             print(f"{name}, turn {turn + 1}, {system}: {1e3 * statistics.median(turns):.2f} ms", file=sys.stderr)
             times |= {"memory": peak(device), "numel": sum(p.numel() for p in training.model.parameters())}
             if system != BARE and turn == 0:
@@ -148,13 +158,15 @@ def table(records: list[dict[str, Any]], ranks: int) -> str:
     """In markdown."""
     millions = records[0]["numel"] / 1e6
     lines = [f"**{records[0]['model']}, {millions:.1f} million parameters, as one of {ranks} ranks**\n"]
-    lines += ["| system | ms per step | over the bare optimizer | more, ms | bytes sent | peak GB |", "|---" * 6 + "|"]
+    heads = ("system", "ms per step", "over the bare optimizer", "more, ms", "host ms")
+    heads += ("bytes sent", "peak GB", "cudaMalloc calls")
+    lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for r in records:
         more = 1e3 * (r["median"] - records[0]["median"])
-        cells = (
-            f"{1e3 * r['median']:.2f} | {r['over']:.3f}x | {more:+.2f} | {r.get('sent', 0):,.0f} | {r['memory']:.1f}"
-        )
-        lines.append(f"| {r['system']} | {cells} |")
+        cells = (r["system"], f"{1e3 * r['median']:.2f}", f"{r['over']:.3f}x", f"{more:+.2f}")
+        cells += (f"{1e3 * statistics.median(r['host']):.2f}", f"{r.get('sent', 0):,.0f}")
+        cells += (f"{r['memory']:.1f}", f"{r['allocations']}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -113,12 +113,9 @@ def trace(optimizer: Optimizer, path: str | Path) -> Iterator[None]:
     if steps is None:
         raise ConfigError("trace() needs an optimizer that dgcopt.DistributedOptimizer has wrapped")
     written = Trace(Path(path), steps.comm.rank)
-    scheduler = None if steps.engine is None else steps.engine.runner.scheduler
-    if scheduler is not None:
-        scheduler.write_trace(written)
+    steps.write_trace(written)
     try:
         yield
     finally:
-        if scheduler is not None:
-            scheduler.write_trace(None)
+        steps.write_trace(None)
         written.close()

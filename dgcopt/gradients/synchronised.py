@@ -17,6 +17,7 @@ from ..exchange.held import held
 from ..exchange.late_warning import LateWarning
 from ..exchange.lost_ranks import Buddy, repeat_after_lost_ranks
 from ..exchange.parameters import check_trainable, names_of_new, number
+from ..exchange.trace import Trace
 from ..exchange.untraced import untraced
 from ..flat.local_shard import LocalShard, local_shards
 from ..flat.optimizer_state import THROUGH_TORCH
@@ -55,6 +56,7 @@ class Synchronised(Stepping):
         self._generation = 0
         self._is_part_of_round = False
         self._buddy = Buddy()
+        self._trace: Trace | None = None
         self._place: int | None = None
         """Its number among the optimizers of the wire, in wrapping order."""
 
@@ -165,6 +167,12 @@ class Synchronised(Stepping):
         if self._place is None and self.engine is not None:
             self._place = self.engine.runner.scheduler.number
 
+    def write_trace(self, trace: Trace | None) -> None:
+        """Write collectives to a trace from now on, over later wires too; None ends it."""
+        self._trace = trace
+        if self.engine is not None:
+            self.engine.runner.scheduler.write_trace(trace)
+
     # -- where ranks survive -----------------------------------------------------------------------------------------
 
     def follow_ranks(self) -> None:
@@ -208,6 +216,7 @@ class Synchronised(Stepping):
         """Begin to exchange; in one process only if unsent memory of other ranks has to be added."""
         assert self.engine is None
         self.engine = Engine(self.wrapped, self.comm, self.settings)
+        self.engine.runner.scheduler.write_trace(self._trace)
         if self.comm.waits_at_start:  # otherwise done at the first step
             self.comm.drive(compare(self.wrapped.describe(self.settings), self.comm.rank, "parameters and settings"))
         if not self._is_hooked:

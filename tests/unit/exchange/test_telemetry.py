@@ -21,6 +21,27 @@ def test_a_trace_has_the_collectives_that_end_while_another_rank_waits(tmp_path:
     assert sorted(names[1]) == sorted(names[0]) and len(names[0]) > 6
 
 
+def test_a_trace_goes_on_over_another_wire_and_ends_there(tmp_path: Path) -> None:
+    ranks = Ranks(2, lambda params: torch.optim.SGD(params, lr=0.1), compression=dgcopt.DGC(0.1))
+    counts = []
+
+    def go_on() -> None:
+        alone = [dgcopt.simulated_world(1)[0] for _ in range(2)]
+        for comms in (alone, dgcopt.simulated_world(2)):
+            for optimizer, comm in zip(ranks.optimizers, comms, strict=True):
+                optimizer.rejoin(comm)
+        ranks.step()
+
+    with dgcopt.trace(ranks.optimizers[0], tmp_path / "trace"):
+        ranks.step()
+        go_on()
+        ranks.step()
+    for _ in range(2):
+        counts.append(sum("vote" in line and '"kind"' in line for line in (tmp_path / "trace").open()))
+        go_on()
+    assert counts == [3, 3]
+
+
 def test_goodput_is_the_time_that_lost_ranks_did_not_cost() -> None:
     telemetry = Telemetry()
     assert telemetry.goodput(0.0) == telemetry.goodput(10.0) == 1.0

@@ -378,7 +378,7 @@ class Trainer:
         before, metrics = copy.copy(self.exchange.telemetry), {}
         self.began, self.first_step = time.perf_counter() - state.seconds, state.step
         self.skipped_elsewhere = state.skipped - int(self.exchange.telemetry.skipped)
-        if self.settings.trace_steps:
+        if self.settings.trace_steps and state.epoch < self.settings.epochs:
             self.output.mkdir(parents=True, exist_ok=True)
             self.traced.enter_context(dgcopt.trace(self.optimizer, self.output / f"trace-{self.comm.rank}.json"))
         keep = contextlib.closing(Record(self.output, state.step, steps)) if self.comm.rank == 0 else None
@@ -408,16 +408,35 @@ class Trainer:
         }
 
 
+def numbered(output: Path, number: int) -> Path:
+    """The first output has no number."""
+    return output if number == 1 else output.with_name(f"{output.name}-{number}")
+
+
 def choose_output(output: Path, fresh: bool, comm: Comm) -> Path:
-    """Where a run goes without --output: the newest of output, output-2, ..., or a `fresh` one, as rank 0 says."""
+    """Where a run goes without --output: the newest of output, output-2, ..., or a `fresh` one, which rank 0 makes."""
     name = re.compile(re.escape(output.name) + r"(?:-(\d+))?")
     numbers = [int(found[1] or 1) for path in output.parent.glob("*") if (found := name.fullmatch(path.name))]
-    newest = max(numbers, default=0)
-    told = comm.run(Broadcast(comm.to_wire(torch.tensor([max(1, newest + fresh)])), label="where the run goes"))
-    chosen = output if told.item() == 1 else output.with_name(f"{output.name}-{told.item()}")
+    number = max(1, max(numbers, default=0) + fresh)
+    while fresh and comm.rank == 0 and output.name:  # "." has none
+        try:
+            numbered(output, number).mkdir(parents=True)  # not exist_ok: of runs that start together one has it
+            break
+        except FileExistsError:
+            number += 1
+    told = comm.run(Broadcast(comm.to_wire(torch.tensor([number])), label="where the run goes"))
+    chosen = numbered(output, int(told))
     if comm.rank == 0 and chosen != output:
         print(f"{output} exists: this run goes to {chosen}" if fresh else f"{chosen} is the newest run")
     return chosen
+
+
+def steps_of(path: Path) -> int | None:
+    """The steps in a result.json; None if there is none, or a damaged one."""
+    try:
+        return int(json.loads(path.read_text())["steps"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def run(trainer: Trainer, resume: bool, evaluate: bool) -> None:
@@ -430,6 +449,9 @@ def run(trainer: Trainer, resume: bool, evaluate: bool) -> None:
     result = trainer.evaluate() if evaluate else trainer.train()
     if trainer.comm.rank == 0:
         path = trainer.output / ("evaluation.json" if evaluate else "result.json")
+        if resume and trainer.first_step == trainer.state.step == steps_of(path):
+            print(f"the run is finished, with {trainer.state.epoch} epoch(s): {path} stays as it is")
+            return
         path.write_text(json.dumps(result, indent=2) + "\n")
         print(f"accuracy {result['accuracy']:.2%}, loss {result['test_loss']:.4f}: {path}")
 
@@ -452,12 +474,16 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("dgcopt").setLevel(logging.INFO)  # says which wire was joined, and why
     comm: Comm | None = None
+    made: Path | None = None
     try:
         comm = dgcopt.init(config.wire, deadline=config.deadline)
         named = any(argument.split("=")[0] == "--output" for argument in sys.argv[1:])
         check_run(config, named, comm.elastic)
         if not named:
-            config.output = str(choose_output(Path(config.output), not (config.resume or config.evaluate), comm))
+            fresh = not (config.resume or config.evaluate)
+            with writing():
+                output = choose_output(Path(config.output), fresh, comm)
+            config.output, made = str(output), output if fresh else None
         torch.manual_seed(config.seed)
         with building():
             objects = parser.instantiate(config)
@@ -468,6 +494,9 @@ def main() -> None:
     except dgcopt.DGCError as error:
         rank = comm.rank if comm else 0
         reason = " ".join(str(error).removeprefix(f"rank {rank}:").split())
+        if made:  # if it is empty still, a later --resume shall not take it for the newest run
+            with contextlib.suppress(OSError):
+                made.rmdir()
         sys.stderr.write(f"{parser.prog}: rank {rank}: {reason}\n")  # in one write: all ranks may say it at once
         sys.exit(1) if comm is None else comm.abort(1)  # which takes the other ranks along where exiting would not
 

@@ -107,6 +107,20 @@ class TestExactResumption:
         assert not same(halfway, straight)
         assert same(task(tmp_path, "--epochs", "2", "--resume"), straight)
 
+    def test_a_finished_run_keeps_its_result(
+        self, task: Callable[..., dict[str, Any]], straight: Path, tmp_path: Path
+    ) -> None:
+        """Its traffic is that of its steps, and its trace too."""
+        shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+        kept = (straight / "result.json").read_text()
+        assert json.loads(kept)["sent_bytes"] > 0
+        (tmp_path / "trace-0.json").write_text("of its first steps")
+        task(tmp_path, "--epochs", "2", "--resume", "--trace_steps", "2")
+        assert (tmp_path / "result.json").read_text() == kept
+        assert (tmp_path / "trace-0.json").read_text() == "of its first steps"
+        (tmp_path / "result.json").write_text("{")  # the run was killed before it was complete
+        assert same(task(tmp_path, "--epochs", "2", "--resume"), straight)
+
     def test_within_an_epoch(self, task: Callable[..., dict[str, Any]], straight: Path, tmp_path: Path) -> None:
         shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
         checkpoints = sorted((tmp_path / "checkpoints").glob("step-*"))
@@ -175,12 +189,34 @@ class TestPlaces:
             ("run-4", "run-5", "run-4"),
             ("run-11", "run-12", "run-11"),
         ):
-            (base.parent / name).mkdir(parents=True)
+            (base.parent / name).mkdir(exist_ok=name == "run")  # taken above
             (base.parent / "run-away").mkdir(exist_ok=True)
             (base.parent / "runs-30").mkdir(exist_ok=True)
-            assert choose(base, True, LocalComm()).name == fresh and choose(base, False, LocalComm()).name == newest
+            assert choose(base, False, LocalComm()).name == newest and choose(base, True, LocalComm()).name == fresh
+            (base.parent / fresh).rmdir()
         base.rmdir()
         assert choose(base, True, LocalComm()).name == "run-12"
+        assert choose(Path("."), True, LocalComm()) == Path(".")
+
+    def test_runs_that_start_together_take_a_number_each(
+        self, parser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As in a job array: all have looked at the folder before one of them makes its own."""
+        choose = importlib.import_module("train").choose_output
+        monkeypatch.setattr(Path, "glob", lambda path, pattern: iter(()))
+        names = {choose(tmp_path / "run", True, LocalComm()).name for _ in range(3)}
+        assert names == {"run", "run-2", "run-3"}
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-2", "run-3"]
+
+    def test_a_refused_run_leaves_no_folder(self, tmp_path: Path) -> None:
+        """A later --resume would take it for the newest run."""
+        (tmp_path / "own.yaml").write_text(f"output: {tmp_path / 'run'}\n")
+        settings = [*SMALL, "--config", str(tmp_path / "own.yaml")]
+        assert "lower batch_size" in refusal(*settings, "--batch_size", "2000")
+        assert not (tmp_path / "run").exists()
+        (tmp_path / "blocked").write_text("")
+        (tmp_path / "own.yaml").write_text(f"output: {tmp_path / 'blocked/run'}\n")
+        assert "or choose another --output" in refusal(*settings)
 
 
 class TestAveraging:

@@ -176,9 +176,16 @@ class Collective:
 
 @dataclass(eq=False)
 class AllReduce(Collective):
-    """Element-wise reduction over the group. Result: `tensor`'s shape, the same bits on every rank."""
+    """Element-wise reduction over the group. Result: `tensor`'s shape, the same bits on every rank.
+
+    Raises ConfigError for an `op` that does not exist for the dtype, such as the average of bool.
+    """
 
     op: Op = "average"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_reduced(self, self.op)
 
     def sum_divided(self) -> None:
         """Sum messages that their senders have divided."""
@@ -198,9 +205,16 @@ class AllGather(Collective):
 
 @dataclass(eq=False)
 class ReduceScatter(Collective):
-    """Reduction that leaves one part on each rank. First dimension divisible by size; result: the r-th part."""
+    """Reduction that leaves one part on each rank. First dimension divisible by size; result: the r-th part.
+
+    Raises ConfigError for an `op` that does not exist for the dtype.
+    """
 
     op: Op = "average"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_reduced(self, self.op)
 
     def sum_divided(self) -> None:
         """Sum messages that their senders have divided."""
@@ -255,6 +269,26 @@ class Barrier(Collective):
 
 Exchange: TypeAlias = Generator[Collective, Tensor, Tensor]
 """A running algorithm: yields collectives, receives their results, returns a tensor."""
+
+
+PLAIN = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+}
+"""Dtypes with every `Op`."""
+
+
+def _check_reduced(collective: Collective, op: Op) -> None:
+    """Raise ConfigError if torch has no such reduction of the dtype, as not all wires would say so before they send."""
+    if collective.tensor.dtype not in PLAIN:
+        try:
+            reduce_rows(collective.tensor.new_zeros(2, 1), op)
+        except RuntimeError as error:
+            dtype = str(collective.tensor.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{collective.describe()}: there is no {op} of {dtype}. Use another op, or convert the tensor first "
+                f"(tensor.float())"
+            ) from error
 
 
 def check_generator(exchange: object) -> None:

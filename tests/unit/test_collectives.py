@@ -24,6 +24,15 @@ def test_shapes_that_do_not_fit_the_group():
         dgcopt.simulated_world(5, nodes=2)
 
 
+@pytest.mark.parametrize("kind", [AllReduce, ReduceScatter])
+def test_reductions_that_a_dtype_lacks_are_refused_before_they_are_sent(kind) -> None:
+    for dtype, op in ((torch.bool, "average"), (torch.complex64, "max"), (torch.uint16, "sum")):
+        with pytest.raises(ConfigError, match=rf"\[4 \w+\]: there is no {op} of {str(dtype)[6:]}\. Use"):
+            kind(torch.zeros(4).to(dtype), op=op)
+    for dtype, op in ((torch.bool, "max"), (torch.bool, "sum"), (torch.complex64, "average"), (torch.int16, "average")):
+        kind(torch.zeros(4).to(dtype), op=op)
+
+
 def test_ranks_that_yield_different_collectives():
     def exchange(shape):
         return (yield AllReduce(torch.zeros(shape)))

@@ -54,6 +54,11 @@ CHANGED = (
     f"in attributes, by which ranks compare settings."
 )
 
+FROZEN = (
+    f"Freeze parameters on all ranks alike, before backward() or after step(): one that is frozen in between travels "
+    f"only from ranks that have a gradient of it. {CHANGED}"
+)
+
 
 class GradientStep(Step):
     """The step of all gradients of a wrapped optimizer.
@@ -325,7 +330,9 @@ class GradientStep(Step):
         return verdict
 
     def describe(self) -> Description:
-        return Description(self._description(), "parameters", CHANGED)
+        exchanged = self.outgoing.layout.trained or self.names
+        remedy = CHANGED if all(param.requires_grad for param in exchanged) else FROZEN
+        return Description(self._description(), "parameters", remedy)
 
     def repeats(self, verdict: Verdict, same_ranks: bool) -> bool:
         is_same = verdict.prepared and verdict.same_settings and same_ranks

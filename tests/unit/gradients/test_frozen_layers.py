@@ -127,6 +127,21 @@ def test_a_layer_that_is_frozen_but_during_backward_is_exchanged(settings: dict[
         assert same(before, bits_of(ranks.models)) == (seed < 2)
 
 
+def test_a_layer_that_is_frozen_after_backward_and_idle_on_some_ranks_is_named() -> None:
+    ranks = Ranks(2, adamw)
+    ranks.step()
+    for optimizer in ranks.optimizers:
+        optimizer.zero_grad()
+    ranks.models[0](small_batch()[0]).sum().backward()
+    ranks.models[1][2:](torch.ones(1, 30, dtype=torch.float64)).sum().backward()
+    for model in ranks.models:
+        model[0].requires_grad_(False)
+    words = r"parameter 0\.weight.*, frozen\]\. Freeze parameters on all ranks alike, before backward\(\) or after step"
+    for optimizer in ranks.optimizers:
+        with pytest.raises(dgcopt.MismatchError, match=words):
+            optimizer.step()
+
+
 @pytest.mark.parametrize("make", [momentum_sgd, adamw])
 @pytest.mark.parametrize("compression", [None, dgcopt.TopK(0.1)], ids=repr)
 def test_a_rank_without_data_steps_frozen_layers_that_keep_their_gradient(make: Any, compression: Any) -> None:

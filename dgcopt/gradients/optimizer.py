@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..comm import Comm, current_comm
-from ..compressors import DGC, Adasum, Compressor, NoCompression, accept
+from ..compressors import Adasum, Compressor, NoCompression, accept
 from ..compressors.own_step import check_steps_alone
 from ..errors import ConfigError
 from ..errors.checks import check_flag, check_positive, check_whole
@@ -166,13 +166,6 @@ def _wrap(
     names = local_shards(names)
     compressor.see_parameters(names, given.values())
     compressor.attach(optimizer)
-    if settings.gradient_predivide_factor != 1 and any(
-        isinstance(part, DGC) and part.clip is not None and not part.whole_model for part in compressor.parts()
-    ):
-        raise ConfigError(
-            "gradient_predivide_factor divides gradients before LocalClip clips them by tensor, value or fn. Leave it "
-            'at 1, or clip by LocalClip(max_norm, per="model")'
-        )
     if compressor.sends == "update":
         check_steps_alone(optimizer, f"{type(compressor).__name__} sends the update that it makes")
     become(optimizer, Distributed, step_of)

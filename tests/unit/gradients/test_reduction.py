@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam
 import dgcopt
 import dgcopt.hvd as hvd
 from dgcopt.gradients.synchronised import synchronised
-from tests.support.worlds import Ranks, assert_close, momentum_sgd, small_batch, small_model, weights_after
+from tests.support.worlds import Ranks, assert_close, momentum_sgd, same, small_batch, small_model, weights_after
 
 SLOWDOWN = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
@@ -73,6 +73,28 @@ def test_a_divisor_before_the_sum_changes_what_travels_but_not_what_comes_of_it(
     with pytest.raises(ValueError, match=r"gradient_predivide_factor not supported with op != Average"):
         weights_after(gradient_predivide_factor=2.0, op=hvd.Sum)
 
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        dgcopt.LocalClip(0.01, per="tensor"),
+        dgcopt.LocalClip(value=0.001),
+        dgcopt.LocalClip(fn=lambda grad: grad.sign() * 0.01),
+    ],
+    ids=["norm", "value", "fn"],
+)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_gradients_are_clipped_before_they_are_divided(clip, nodes):
+    compressor = dgcopt.DGC(0.1, clip=clip)
+
+    def trained(**more):
+        compression = compressor if nodes == 1 else dgcopt.Hierarchical(compressor)
+        ranks = Ranks(4, momentum_sgd, nodes=nodes, compression=compression, **more)
+        for seed in range(4):
+            ranks.step(seed)
+        return ranks.weights()
+
+    assert same(trained(gradient_predivide_factor=2.0), trained())
 
 def test_a_sum_is_size_averages():
     def scaled(params):

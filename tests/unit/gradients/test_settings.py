@@ -55,10 +55,6 @@ def test_parameters_that_cannot_be_trained():
         ({"first_bucket_mb": math.nan}, "first_bucket_mb"),
         ({"gradient_predivide_factor": math.inf}, "gradient_predivide_factor"),
         ({"gradient_predivide_factor": 2.0, "op": "sum"}, "gradient_predivide_factor"),
-        *(
-            ({"gradient_predivide_factor": 2.0, "compression": dgcopt.DGC(clip=clip)}, "before LocalClip clips them")
-            for clip in (dgcopt.LocalClip(1.0, per="tensor"), dgcopt.LocalClip(value=1.0))
-        ),
         ({"num_groups": -1}, "num_groups"),
         ({"groups": -1}, "groups must be a whole number"),
         ({"groups": True}, "groups must be a whole number"),

@@ -96,6 +96,7 @@ def test_gradients_are_clipped_before_they_are_divided(clip, nodes):
 
     assert same(trained(gradient_predivide_factor=2.0), trained())
 
+
 def test_a_sum_is_size_averages():
     def scaled(params):
         return SGD(params, lr=0.1 / 3, momentum=0.9)

@@ -41,10 +41,20 @@ def is_sharded_elsewhere(params: Iterable[Tensor]) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     shapes = sorted(tuple(param.shape) for param in params)
     return fsdp is not None and any(
-        issubclass(type(module), fsdp.FSDPModule)
-        and shapes == sorted(tuple(param.shape) for param in module.parameters() if hasattr(param, "device_mesh"))
-        for module in gc.get_objects()
+        shapes == sorted(tuple(param.shape) for param in module.parameters() if hasattr(param, "device_mesh"))
+        for module in _instances(fsdp.FSDPModule.__subclasses__())
     )
+
+
+def _instances(classes: list[Any]) -> list[Any]:
+    """Return all living instances of these classes and of their subclasses, of which no class keeps a list.
+
+    The garbage collector knows that each refers to its class. It searches all living objects, which takes 0.1 s and
+    more, so all classes are searched for at once, and not at all if there are none.
+    """
+    for each in classes:  # grows during the loop
+        classes += each.__subclasses__()
+    return [each for each in gc.get_referrers(*classes) if type(each) in classes] if classes else []
 
 
 # -- modules of DistributedDataParallel ------------------------------------------------------------------------------
@@ -54,13 +64,9 @@ def all_ddp_modules() -> list[DistributedDataParallel]:
     """Return all living DistributedDataParallel modules, including subclasses.
 
     Neither a parameter nor a communication hook refers to its module, and torch keeps no list. A registry of our own
-    would miss modules that exist before dgcopt is imported. The garbage collector knows that each refers to its class;
-    it searches all living objects, which takes milliseconds, so all classes are searched for at once.
+    would miss modules that exist before dgcopt is imported.
     """
-    classes: list[Any] = [DistributedDataParallel]
-    for each in classes:  # grows during the loop
-        classes += each.__subclasses__()
-    return [each for each in gc.get_referrers(*classes) if type(each) in classes]
+    return _instances([DistributedDataParallel])
 
 
 def ddp_modules_of_hook(hook_state: Any) -> list[DistributedDataParallel]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from torch import nn
 
 import dgcopt
 from dgcopt import ConfigError, MismatchError
+from dgcopt.gradients.introspection import is_sharded_elsewhere
 from dgcopt.gradients.synchronised import steps_of
 from tests.support.worlds import Ranks, momentum_sgd, small_batch, small_model
 
@@ -112,6 +116,32 @@ def test_layers_that_were_replaced(caplog: pytest.LogCaptureFixture) -> None:
     said = [record.getMessage() for record in caplog.records if "no parameter of this SGD" in record.getMessage()]
     assert len(said) == 2, "once on each rank"
     assert "zero_grad() came between it and step()" in said[0] and "are not the optimizer's any more" in said[0]
+
+
+def test_sharded_modules_are_searched_for_only_if_some_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search, at the first step without gradients, is through all objects of the process."""
+
+    class FSDPModule:
+        pass
+
+    def search(*classes: type) -> list[object]:
+        searched.extend(classes)
+        return referrers(*classes)
+
+    searched: list[type] = []
+    referrers, param = gc.get_referrers, nn.Parameter(torch.zeros(3))
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", SimpleNamespace(FSDPModule=FSDPModule))
+    monkeypatch.setattr(gc, "get_referrers", search)
+    monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("searched all objects"))
+    assert not is_sharded_elsewhere([param]) and not searched
+
+    class FSDPLinear(FSDPModule, nn.Linear):
+        pass
+
+    module = FSDPLinear(3, 1, bias=False)
+    assert not is_sharded_elsewhere([module.weight])
+    module.weight.device_mesh = "a shard's"
+    assert is_sharded_elsewhere([module.weight]) and not is_sharded_elsewhere([param]) and {*searched} == {FSDPLinear}
 
 
 def test_buffers_that_one_rank_exchanges() -> None:

@@ -35,8 +35,8 @@ class Failures(Nodes):
         return self._error(
             TimeoutExceeded,
             f"rank {me} waited {limit:g} s for {words} over {self.wire}, which also needs {needed}.{more} Look "
-            f"for a rank that died, is slower, or took another path, as by `if rank == 0:`; dgcopt.init(deadline=...) "
-            f"gives it longer.",
+            f"for a rank that died, raised an error of its own, is slower, or took another path, as by "
+            f"`if rank == 0:`; dgcopt.init(deadline=...) gives it longer.",
         )
 
     def _rank_in(self, group: Group) -> int:

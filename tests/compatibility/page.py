@@ -17,11 +17,12 @@ from tests.compatibility.table import GROUPS, TRIALS, Trial
 
 HEAD = """# Compatibility
 
-Tests on two ranks, on a CPU, with torch {old} and {new}. `tests/compatibility`, a part of the test suite, wrote this page.
+Tests on two ranks, on a CPU, with torch {old} and {new}. `tests/compatibility`, a part of the test suite, wrote
+this page.
 
-- *works*: for an optimizer or a model, two ranks on half batches train as one process on whole batches, without compression
-  and with DGC at ratio 1; with TopK and DGC at 10% all ranks keep the same bits; NaN on one rank skips the step on both; a
-  restored checkpoint continues with the same bits.
+- *works*: for an optimizer or a model, two ranks on half batches train as one process on whole batches, without
+  compression and with DGC at ratio 1; with TopK and DGC at 10% all ranks keep the same bits; NaN on one rank skips the
+  step on both; a restored checkpoint continues with the same bits.
 - *refused*: an error at wrapping; the last column quotes it.
 - *not yet*: does not work yet, for the reason in the last column.
 - —: does not exist in this version of torch, or could not be tested.

@@ -65,6 +65,10 @@ class Turns(Generic[Stepper]):
         """Return the living optimizers of the wire that were added after another one."""
         return [other for other, place in self._added.items() if place > self._added[stepper]]
 
+    def unlearn(self) -> None:
+        """Learn the order anew from the next step on: one has failed, perhaps on this rank only."""
+        self._is_known = False
+
     def came(self, stepper: Stepper) -> None:
         """Record the step of an optimizer."""
         this, last = weakref.ref(stepper), self.last

@@ -237,6 +237,8 @@ class GradientStep(Step):
 
     def fail(self) -> None:
         """Roll back a step that failed on this rank."""
+        self._rule = ""  # others may still be in this step: launch nothing more before a vote
+        self.turns.unlearn()
         self.rollback()
         self.wrapped.rollback()
         self.ended()

@@ -1,5 +1,6 @@
 """Exchanges in backward or at the step, and sparse or dense optimizer steps: the same bits."""
 
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +15,7 @@ from dgcopt.flat.gradient import GradientBucket
 from dgcopt.gradients.layout import bucket_sizes
 from dgcopt.gradients.settings import Settings
 from dgcopt.gradients.synchronised import synchronised
-from tests.support.worlds import Ranks, bucket_of, context_of, small_model
+from tests.support.worlds import Ranks, bucket_of, context_of, small_batch, small_model
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +196,34 @@ def test_a_launch_that_fails_in_backward_leaves_nothing_launched(monkeypatch: py
         optimizer.load_state_dict(optimizer.state_dict())  # refused while anything is in flight
     ranks.step(1)
     ranks.assert_replicas_equal()
+
+
+def test_after_a_failure_no_optimizer_of_the_wire_launches_before_a_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks may still be in the step that failed, and would take a bucket for one of theirs."""
+    ranks = Ranks(2, lambda p: SGD(p, lr=0.05))
+    others = [small_model() for _ in ranks.comms]
+    beside = [
+        dgcopt.DistributedOptimizer(SGD(model.parameters(), lr=0.05), comm=comm)
+        for model, comm in zip(others, ranks.comms, strict=True)
+    ]
+
+    def launched(models: list[nn.Module], optimizers: list[Optimizer], failure: Exception | None = None) -> list[int]:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(small_batch()[0]).sum().backward()
+        counts = [synchronised(optimizer).engine.launched for optimizer in optimizers]
+        for optimizer in optimizers:
+            with nullcontext() if failure is None else pytest.raises(type(failure)):
+                optimizer.step()
+        return counts
+
+    both = [(ranks.models, ranks.optimizers), (others, beside)]
+    counts = [launched(*each) for each in both * 3]
+    assert counts[-2:] == [[1, 1], [1, 1]]
+    with monkeypatch.context() as patch:
+        patch.setattr("dgcopt.gradients.outgoing.OutgoingBuckets.launch_rest", Mock(side_effect=MemoryError))
+        launched(*both[0], MemoryError())
+    assert [launched(*each) for each in [both[1], *both]] == [[0, 0], [0, 0], [1, 1]]
 
 
 def test_without_overlap_a_wire_that_fails_loses_no_gradient() -> None:

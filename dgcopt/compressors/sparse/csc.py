@@ -12,7 +12,7 @@ from ...collectives import AllReduce
 from ...errors import ConfigError
 from ...kernels import BLOCK, add_and_norms
 from ..base import GradientExchange, Source
-from ..context import Context
+from ..context import Context, largest_addend
 from .memory import MomentumCorrected
 from .schedule import Warmup
 
@@ -67,6 +67,7 @@ class CSC(MomentumCorrected):
         missing = chunks * length // BLOCK - len(norms_of_blocks)  # in the last chunk, which may be shorter
         norms = torch.nn.functional.pad(norms_of_blocks, (0, missing)).view(chunks, -1).sum(1)
 
+        norms.clamp_(max=largest_addend(norms.dtype, ctx.size))  # finite values may have a norm that is not
         norms = yield AllReduce(norms, op="average")  # whose order is that of the sums, in the range of float16
         ctx.checks.check_finite(norms)
         chosen = norms.sort(descending=True, stable=True).indices[:count].sort().values

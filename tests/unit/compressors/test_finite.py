@@ -412,6 +412,16 @@ def test_norms_of_chunks_stay_in_the_range_of_float16() -> None:
     assert [optimizer.telemetry.skipped for optimizer in ranks.optimizers] == [0] * 4
 
 
+def test_chunks_with_norms_beyond_float32_are_sent() -> None:
+    ranks = Ranks(2, sgd, functools.partial(small_model, torch.float32), compression=dgcopt.CSC(0.5, chunk=64))
+    for comm in ranks.comms:
+        wire_that_adds_first(comm)
+    set_gradients(ranks, 1e38)
+    for optimizer in ranks.optimizers:
+        optimizer.step()
+    assert [optimizer.telemetry.skipped for optimizer in ranks.optimizers] == [0, 0]
+
+
 def test_a_gradient_that_is_not_finite_is_no_error_while_weights_are() -> None:
     ranks = Ranks(2, sgd, functools.partial(small_model, torch.float32), compression=dgcopt.NoCompression())
     set_gradients(ranks, torch.inf)

@@ -25,7 +25,7 @@ built = pytest.mark.skipif(
 )
 EXAMPLES = int(os.environ.get("DGCOPT_TEST_EXAMPLES", "250"))
 ON_CUDA = torch.cuda.is_available()
-IN_TRITON = EXAMPLES // (5 if ON_CUDA else 25)
+IN_TRITON = max(1, EXAMPLES // (5 if ON_CUDA else 25))
 """Examples in Triton: its interpreter is slow, and on a device many of them have to be compiled for."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 in_triton = [pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"), *[pytest.mark.gpu] * ON_CUDA]

@@ -26,11 +26,13 @@ class Turns(Generic[Stepper]):
         lock: held while a gradient is taken in. Autograd runs a thread for each device, and threads may call backward
             at once. The thread that holds it may take it again: simulated ranks advance each other.
         are_shared: True once there is a second optimizer.
+        sent: number of buckets that the expected optimizer has launched, also after it is freed; None if not known.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.are_shared = False
+        self.sent: int | None = None
         self._is_known = True
         self._expected: weakref.ref[Stepper] | None = None
         self._last: weakref.ref[Stepper] | None = None
@@ -69,8 +71,13 @@ class Turns(Generic[Stepper]):
         """Learn the order anew from the next step on: one has failed, perhaps on this rank only."""
         self._is_known = False
 
+    def count_sent(self, buckets: int) -> None:
+        """Set how many buckets the expected optimizer has launched."""
+        self.sent = buckets
+
     def came(self, stepper: Stepper) -> None:
         """Record the step of an optimizer."""
+        self.sent = 0
         this, last = weakref.ref(stepper), self.last
         if last is not None:
             self._after[last] = this

@@ -138,6 +138,8 @@ class Engine:
             return
         try:
             outgoing.launch_full()
+            if self.turns.are_shared:
+                self.turns.count_sent(outgoing.launched)
         except BaseException:
             self.abort()
             raise

@@ -59,6 +59,11 @@ FROZEN = (
     f"only from ranks that have a gradient of it. {CHANGED}"
 )
 
+FREED = (
+    "An optimizer was dropped, and garbage collection has freed it on some ranks only, while others sent its gradients "
+    "during backward. After an optimizer is dropped, call gc.collect() on every rank."
+)
+
 
 class GradientStep(Step):
     """The step of all gradients of a wrapped optimizer.
@@ -293,13 +298,13 @@ class GradientStep(Step):
                 "dgcopt: rank %s, step %d: the gradient of parameter %r holds NaN or Inf; no rank takes this step",
                 *(self.comm.rank, outgoing.step, self.names[infinite]),
             )
-        expected = self.turns.expected if self.turns.are_shared else None
+        expected = self.turns.expected if self.turns.are_shared else self
         return Ballot(
             active=here,
             finite=infinite is None,
             step=outgoing.step,
             trained=self._checksum_of(names),
-            launched=(expected or self).outgoing.launched,
+            launched=(self.turns.sent or 0) if expected is None else expected.outgoing.launched,
             stale=outgoing.stale,
             prepared=prepared,
             complete=all(used),
@@ -323,10 +328,13 @@ class GradientStep(Step):
         """Begin this step for all optimizers of the wire: cancel early launches of another one that was expected."""
         self.void = False
         if self.turns.are_shared:
-            expected = self.turns.expected
+            expected, sent = self.turns.expected, self.turns.sent
             self.turns.came(self)
             if expected is not self and verdict.launched:
-                if expected is not None:  # garbage collection may have freed it on this rank only
+                is_lost = expected is None and sent is not None and sent < verdict.launched
+                lines = [f"optimizer that stepped here the last time: {'freed' if is_lost else 'alive'}"]
+                yield from self.scheduler.through(compare(lines, self.comm.rank, "optimizers", FREED))
+                if expected is not None:
                     yield from expected.cancel(verdict.launched)
                 return replace(verdict, launched=0)
         return verdict

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -143,3 +145,32 @@ def test_an_optimizer_dropped_between_backward_and_step_is_freed_at_another_time
         optimizer.step()
     expected = make_models()[0].weight - 0.1 * 3.0
     assert all(torch.allclose(model.weight, expected) for model in models)
+
+
+@pytest.mark.parametrize("freed", [(), (0,), (1,), (0, 1)])
+def test_an_optimizer_dropped_without_another_in_its_place_ends_in_an_error_of_all_ranks(freed) -> None:
+    """Where it is alive yet, it has sent gradients of its parameters, as in a GAN, to ranks that wait for others."""
+    comms, models, besides = dgcopt.simulated_world(2), make_models(), make_models()
+    kept, dropped = (
+        [
+            dgcopt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm=comm)
+            for model, comm in zip(each, comms, strict=True)
+        ]
+        for each in (models, besides)
+    )
+
+    def step(optimizers: list[Any], failure: type[Exception] | None = None) -> None:
+        for model, beside in zip(models, besides, strict=True):
+            (model(torch.ones(2, 64)) + beside(torch.ones(2, 64))).sum().backward()
+        for optimizer in optimizers:
+            with nullcontext() if failure is None else pytest.raises(failure, match=r"freed it on some ranks.*collect"):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    for optimizers in (kept, dropped) * 2 + (kept,):
+        step(optimizers)
+    for rank in freed:
+        dropped[rank] = None
+    del optimizers
+    gc.collect()
+    step(kept, dgcopt.MismatchError if len(freed) == 1 else None)

@@ -111,8 +111,8 @@ def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **va
         )
     if member.comm.survives:
         raise ConfigError(
-            "dgcopt.elastic.State loads a commit on all ranks, and dgcopt.init(survive=True) leaves those that live as "
-            "they are: use dgcopt.survive.State, and dgcopt.checkpoint.save within dgcopt.survive.complete"
+            "dgcopt.elastic.State loads a commit on all ranks, but dgcopt.init(survive=True) keeps the state of live "
+            "ranks: use dgcopt.survive.State, and dgcopt.checkpoint.save within dgcopt.survive.complete"
         )
     kind: type[_State] = _over_horovod() if member.comm.wire == "horovod" else _Fixed
     return kind(directory, model, optimizer, values)

@@ -165,7 +165,7 @@ class AsyncRounds(Rounds):
     def sync_buffers(self, buffers: Buffers) -> None:
         """Raise ConfigError: there is no step in which all ranks meet."""
         raise ConfigError(
-            "AsyncAverage exchanges weights in a thread, so ranks meet in no step that could exchange buffers. Call "
+            "AsyncAverage exchanges weights in a thread, so ranks meet in no step and cannot exchange buffers. Call "
             "optimizer.averaging.abort() and then dgcopt.broadcast_parameters(dict(model.named_buffers())) on all "
             "ranks."
         )
@@ -395,7 +395,7 @@ class Background:
         flags = (yield AllGather(mine, group="control", label="stop requests")).flatten().tolist()
         if failing := [rank for rank, flag in enumerate(flags) if flag & 4]:
             raise CommError(
-                f"rank {self._comm.rank}: an exception has ended the script of rank(s) {failing}: see theirs"
+                f"rank {self._comm.rank}: an exception has ended the script of rank(s) {failing}: read their output"
             )
         if infinite := [rank for rank, flag in enumerate(flags) if not flag & 2]:
             raise self._rounds.replica.not_finite(self._rounds.local_step, infinite)

@@ -70,9 +70,9 @@ class SGP(Averaging):
         self._pushed = None if is_balanced(self.graph, size) else PushSum(self.graph, size)
         if self._pushed is not None and self.overlap:
             raise ConfigError(
-                f"{self.graph!r} is not balanced among {size} {peers}, so what a local step leaves must be divided by "
-                f"the push-sum weight before the next forward pass, which overlap=True lets begin before that: set "
-                f"overlap=False, or use a graph where {peers} receive as much as they send"
+                f"{self.graph!r} is not balanced among {size} {peers}: weights must be divided by the push-sum weight "
+                f"before the next forward pass, but overlap=True starts that pass earlier. Set overlap=False, or use a "
+                f"graph where {peers} receive as much as they send"
             )
 
     @property

@@ -58,8 +58,8 @@ class Rule:
     def check_survives(self) -> None:
         """Raise ConfigError unless training can go on after ranks are lost, with these settings."""
         raise ConfigError(
-            f"{type(self).__name__} cannot go on after ranks are lost. Leave out dgcopt.init(survive=True), or average "
-            f"by LocalSGD, SlowMo or DiLoCo, or gradients at every step (dgcopt.DistributedOptimizer)."
+            f"{type(self).__name__} does not support dgcopt.init(survive=True). Leave survive out, average weights by "
+            f"LocalSGD, SlowMo or DiLoCo, or average gradients at every step (dgcopt.DistributedOptimizer)."
         )
 
     def set_steps_per_epoch(self, steps: int) -> None:
@@ -119,6 +119,6 @@ def refuse_with_losses(rule: Rule, **settings: object) -> None:
     for name, value in settings.items():
         if getattr(rule, name) != value:
             raise ConfigError(
-                f"{type(rule).__name__}({name}={getattr(rule, name)!r}) cannot go on after ranks are lost. Set "
-                f"{name}={value!r}, or leave out dgcopt.init(survive=True)."
+                f"{type(rule).__name__}({name}={getattr(rule, name)!r}) does not support dgcopt.init(survive=True). "
+                f"Set {name}={value!r}, or leave survive out."
             )

@@ -83,7 +83,7 @@ def read_checksums(folder: Path, step: int) -> list[str]:
             f"format {FORMAT}. Load it with the version that wrote it, or save to another directory and start anew"
         )
     if numbers[1:] != [step, len(sums)] or any(not isinstance(digest, str) for digest in sums):
-        raise CheckpointError(f"{path} is damaged: it contradicts itself, or the name of its folder")
+        raise CheckpointError(f"{path} is damaged: its entries contradict each other, or the name of its folder")
     return sums
 
 

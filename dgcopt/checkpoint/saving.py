@@ -210,4 +210,4 @@ def _agree(comm: Comm, problem: str, task: str) -> Generator[Collective, Tensor,
     if problem:
         raise CheckpointError(f"rank {comm.rank}: {task}: {problem}")
     if affected:
-        raise CheckpointError(f"rank {comm.rank}: {task}: rank(s) {affected} failed, and say why")
+        raise CheckpointError(f"rank {comm.rank}: {task}: rank(s) {affected} failed; their errors name the reason")

@@ -244,8 +244,8 @@ class Comm(Failures, ABC):
                 if theirs != named[0]:
                     raise MismatchError(
                         f"rank {self.rank}: rank 0 asks for a process set of ranks {named[0]}, rank {rank} for "
-                        f"{theirs}. Every rank must name the same, in it or not; process_set='node' or 'across' gives "
-                        f"each rank the set that it is in"
+                        f"{theirs}. Every rank must give the same ranks, whether it is one of them or not; "
+                        f"process_set='node' or 'across' gives each rank its own set"
                     )
         return members
 

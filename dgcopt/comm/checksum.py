@@ -70,7 +70,7 @@ def _sealed(collective: _Messages, rank: int) -> Exchange:
             raise PayloadError(
                 f"rank {rank}: {collective.describe()} arrived damaged from {_sender(collective, place, rank)}: its "
                 f"bits are not those that were sent, by their CRC-32. Suspect network card, cable or memory of the two "
-                f"machines; go on from the last checkpoint"
+                f"machines; resume from the last checkpoint"
             )
     leading = (len(rows),) if isinstance(collective, AllGather) else ()
     return rows[:, :-_CRC].reshape(-1).view(tensor.dtype).view(*leading, *tensor.shape)
@@ -90,7 +90,7 @@ def _compare(collective: AllReduce, result: Tensor, rank: int) -> Generator[AllG
         raise PayloadError(
             f"rank {rank}: the result of {collective.describe()} in group {collective.group} is not the same on all "
             f"ranks: its rank(s) {', '.join(map(str, others))} have other bits than its rank {ranks[0]}, by their "
-            f"CRC-32. Suspect network card, cable or memory of these machines; go on from the last checkpoint"
+            f"CRC-32. Suspect network card, cable or memory of these machines; resume from the last checkpoint"
         )
 
 

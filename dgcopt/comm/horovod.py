@@ -145,8 +145,8 @@ class HorovodComm(Comm):
     def ranks(self, group: Group = "world") -> tuple[int, ...]:
         if self.elastic and group in ("node", "across"):
             raise ConfigError(
-                f"rank {self.rank}: under Horovod Elastic there is only the group of all ranks, and none of {group!r}: "
-                f"Horovod aborts the workers that are left when one dies while there are process sets"
+                f"rank {self.rank}: Horovod Elastic supports only the group of all ranks, not {group!r}: with process "
+                f"sets, Horovod aborts the remaining workers when one dies"
             )
         return super().ranks(group)
 
@@ -179,8 +179,8 @@ class HorovodComm(Comm):
             )
         if self.elastic and len(members) < self.size:
             raise ConfigError(
-                "there can be no group of some ranks under Horovod Elastic, because Horovod aborts the workers that "
-                "are left when one dies while there are process sets"
+                "no group of some ranks under Horovod Elastic: with process sets, Horovod aborts the remaining workers "
+                "when one dies. Leave process_set out"
             )
         chosen = self._register(members, given if isinstance(given, self._hvd.ProcessSet) else list(members))
         self._subsets += 1

@@ -88,7 +88,7 @@ def init(
             raise ConfigError(f"dgcopt.init({wire!r}): this process has already joined over {_current.wire!r}")
         if checksums and not _current.checksums:
             raise ConfigError(
-                "dgcopt.init(checksums=True): this process has already joined without; say so the first time"
+                "dgcopt.init(checksums=True): this process has already joined without them. Pass it in the first call"
             )
         if streams not in (1, _current.streams):
             raise ConfigError(
@@ -97,7 +97,7 @@ def init(
             )
         if survive and not _current.survives and (STORE in os.environ or _current.wire != "local"):
             raise ConfigError(
-                "dgcopt.init(survive=True): this process has already joined without; say so the first time"
+                "dgcopt.init(survive=True): this process has already joined without it. Pass it in the first call"
             )
         return _current
     check_positive(deadline, "deadline")

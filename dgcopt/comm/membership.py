@@ -296,8 +296,8 @@ def agree(
     if me.member not in epoch.members:
         raise VotedOut(
             f"rank {position} of {len(last.members)}: the other ranks have gone on without this one, as epoch "
-            f"{epoch.number} with {len(epoch.members)} ranks, because it did not answer in time. Start it anew to "
-            f"rejoin, or raise dgcopt.init(deadline=...) if ranks may stand still for longer."
+            f"{epoch.number} with {len(epoch.members)} ranks, because it did not answer in time. Restart it to "
+            f"rejoin, or raise dgcopt.init(deadline=...) if ranks may freeze for longer."
         )
     return epoch
 
@@ -444,7 +444,7 @@ def found(me: Status, size: int, rules: Rules, now: Callable[[], float]) -> Nego
         decided = yield Wait(key, POLL if me.hint == 0 else rules.grace)
     epoch = Epoch.parse(decided)
     if me.member not in epoch.members:
-        raise VotedOut(f"rank {me.hint} of {size}: the first epoch began without this process. Start it anew to join.")
+        raise VotedOut(f"rank {me.hint} of {size}: the first epoch began without this process. Restart it to join.")
     return epoch
 
 
@@ -466,7 +466,7 @@ def join(me: Status, rules: Rules, now: Callable[[], float], first: int = 0) -> 
                 return epoch
         elif now() - start > rules.deadline:
             raise QuorumLost(
-                f"{me.member}: no rank that trains has taken this one in within {rules.deadline:g} s. Check that they "
+                f"{me.member}: no training rank has admitted this process within {rules.deadline:g} s. Check that they "
                 f"take steps; dgcopt.init(deadline=...) allows more time."
             )
 

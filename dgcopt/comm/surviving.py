@@ -163,7 +163,7 @@ class SurvivingComm(GlooComm):
         try:
             self._begin(epoch)
         except RuntimeError as error:
-            log.warning("dgcopt: epoch %d could not begin, and is left again: %s", epoch.number, error)
+            log.warning("dgcopt: epoch %d could not start; the ranks agree on another: %s", epoch.number, error)
             self.recover()
 
     def recover(self, error: CommError | None = None) -> None:
@@ -194,7 +194,7 @@ class SurvivingComm(GlooComm):
                 self._begin(epoch)
                 break
             except RuntimeError as failure:
-                log.warning("dgcopt: epoch %d could not begin, and is left again: %s", epoch.number, failure)
+                log.warning("dgcopt: epoch %d could not start; the ranks agree on another: %s", epoch.number, failure)
         seconds = time.monotonic() - start
         self.lost_seconds += seconds
         ended = "committed" if self.commits > step else "aborted"
@@ -235,8 +235,8 @@ class SurvivingComm(GlooComm):
         """
         if self.epoch is None:
             raise ConfigError(
-                f"{self._me.member}: this rank has come back to a job that trains, and has no state. Before the first "
-                f"step, make state = dgcopt.survive.State(model=..., optimizer=..., step=0) and call state.sync()"
+                f"{self._me.member}: this rank has joined a running job and has no state. Before the first step, make "
+                f"state = dgcopt.survive.State(model=..., optimizer=..., step=0) and call state.sync()"
             )
         if not self._trains:
             self._trains = True

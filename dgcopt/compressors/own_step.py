@@ -54,8 +54,8 @@ def check_steps_alone(optimizer: Optimizer, what_for: str) -> None:
     """
     if getattr(_step_of(type(optimizer)), "__module__", "").startswith("torch.distributed."):
         raise ConfigError(
-            f"{type(optimizer).__name__}.step() exchanges weights with other ranks, so that no rank steps by itself, "
-            f"but {what_for}: wrap the optimizer that is inside it, or let gradients travel"
+            f"{type(optimizer).__name__}.step() exchanges weights with other ranks, so no rank steps by itself, but "
+            f"{what_for}. Wrap the optimizer inside it, or send gradients (source='gradient')"
         )
 
 

@@ -93,8 +93,8 @@ def compare(lines: list[str], rank: int, what: str, remedy: str = SAME_MODEL) ->
                 break
     if not differences:
         raise CommError(
-            f"rank {rank}: the hash of {what} that came from rank(s) {others} is not that of rank {ranks[0]}, and "
-            f"their words are: {DAMAGED}"
+            f"rank {rank}: the hashes of {what} from rank(s) {others} and rank {ranks[0]} differ, but their texts are "
+            f"equal: {DAMAGED}"
         )
     raise MismatchError(f"ranks disagree, seen on rank {rank}: {'; '.join(differences)}. {remedy}")
 

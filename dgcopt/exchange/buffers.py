@@ -69,7 +69,7 @@ class Buffers:
 
     def __init__(self, model: nn.Module, every: int, how: How) -> None:
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"sync_buffers needs the model whose buffers are meant, not a {type(model).__name__}")
+            raise ConfigError(f"sync_buffers needs the model, an nn.Module, not a {type(model).__name__}")
         if how not in ("broadcast", "mean"):
             raise ConfigError(f'how must be "broadcast" or "mean", not {how!r}')
         self.model = model

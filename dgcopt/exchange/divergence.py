@@ -97,7 +97,7 @@ def replicas(
         remedy = LOAD_SHARDS if comm.joins_replicas else call
         raise DivergenceError(f"{words}. To give all ranks the values of rank {ranks[0]}, {remedy}.")
     if on_divergence == "warn":
-        log.warning('dgcopt: %s. Training goes on with them apart, as on_divergence="warn" asks', words)
+        log.warning('dgcopt: %s. Training continues with the difference (on_divergence="warn")', words)
         return
     log.warning("dgcopt: %s; they take over the values of rank %s", words, ranks[0])
     for place in differs.any(0).nonzero().flatten().tolist():
@@ -122,7 +122,7 @@ def check_finite(weights: Mapping[Tensor, str], rank: int, step: int, on_diverge
         f"gradients; dgcopt.init(checksums=True) finds damaged sums. Restore all ranks from a checkpoint"
     )
     if on_divergence == "warn":
-        log.warning('dgcopt: %s. Training goes on, as on_divergence="warn" asks', words)
+        log.warning('dgcopt: %s. Training continues (on_divergence="warn")', words)
         return
     raise DivergenceError(f"{words}.")
 

@@ -107,7 +107,7 @@ class GroupSettings:
             if on_divergence == "raise":
                 raise
             self._warned = True
-            log.warning("dgcopt: %s on_divergence=%r: training goes on", error, on_divergence)
+            log.warning("dgcopt: %s on_divergence=%r: training continues", error, on_divergence)
             if on_divergence == "resync":
                 yield from self.take_over(rank, comm, comm.rank != rank)
 

@@ -104,8 +104,8 @@ def _serving(optimizer: Any, throws: bool) -> Sequence[Serving]:
     parts = held(optimizer)
     if parts.averaging is not None and parts.gradients is not None:
         raise ConfigError(
-            f"join does not serve an optimizer whose gradients and weights are both averaged, as by warmup_steps of "
-            f"{type(parts.averaging.rule).__name__}: leave one of the two out, or {SAME_NUMBER}"
+            f"join does not support an optimizer whose gradients and weights are both averaged, as by warmup_steps of "
+            f"{type(parts.averaging.rule).__name__}: remove one of the two, or {SAME_NUMBER}"
         )
     part = parts.averaging or parts.gradients
     if part is None:
@@ -113,9 +113,7 @@ def _serving(optimizer: Any, throws: bool) -> Sequence[Serving]:
             "join takes optimizers from DistributedOptimizer or an averaging algorithm, and members of torch's Join"
         )
     if part.comm.survives:
-        raise ConfigError(
-            f"join does not serve ranks that survive each other (dgcopt.init(survive=True)): {SAME_NUMBER}"
-        )
+        raise ConfigError(f"join does not support dgcopt.init(survive=True): {SAME_NUMBER}")
     serving: Sequence[Serving] = part.serving(throws)
     return serving
 

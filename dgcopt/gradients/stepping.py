@@ -394,7 +394,7 @@ class Stepping:
         if self.mode in (Mode.EXCHANGE, Mode.ADD_UP):
             self._average()
             if self.engine is not None and self.engine.participation.ranks < self.comm.size:
-                raise ConfigError("step(closure) does not work while ranks have run out of data: step() does")
+                raise ConfigError("step(closure) does not work while ranks have run out of data: use step()")
             # a rank whose closure returns no loss takes part as well: the others wait for it
             is_loss = isinstance(loss, float | int) or (isinstance(loss, Tensor) and loss.numel() == 1)
             value = torch.as_tensor(loss if is_loss else 0.0, dtype=torch.float64).detach().reshape(1)

@@ -97,6 +97,6 @@ def _bind_anew(optimizer: Optimizer, kind: type[Optimizer]) -> None:
     elif bound is not None and not passes_over_missing_gradients(optimizer):
         name = type(optimizer).__name__
         raise ConfigError(
-            f"this {name}'s `step` was replaced before the optimizer was wrapped, so that dgcopt cannot keep it from "
-            f"moving weights where NaN or Inf make a step void: wrap the optimizer first, then replace its `step`"
+            f"this {name}'s `step` was replaced before the optimizer was wrapped, so dgcopt cannot skip a step after "
+            f"NaN or Inf. Wrap the optimizer first, then replace its `step`"
         )

@@ -100,8 +100,8 @@ class Synchronised(Stepping):
         taken = sorted({*self.names.values()}.intersection(named.values()))
         if taken or len({*named.values()}) < len(named):
             raise ConfigError(
-                f"two parameters cannot have one name, by which what is held back is kept: {[*named.values()]}, of "
-                f"which the optimizer has {taken} already. Give add_param_group other names"
+                f"parameter names must be unique, because memory is kept by name: {[*named.values()]}; the optimizer "
+                f"already has {taken}. Give add_param_group other names"
             )
         return named
 

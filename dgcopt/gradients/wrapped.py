@@ -163,9 +163,9 @@ class Wrapped:
             )
         if warn and any(map(_averages, around)):
             log.warning(
-                "dgcopt: DistributedDataParallel averages these parameters' gradients too: what it sends comes on top "
-                "of what telemetry counts, and saves nothing. Give dgcopt.ddp_hook to DDP in place of "
-                "DistributedOptimizer, or train the bare model"
+                "dgcopt: DistributedDataParallel averages these parameters' gradients too, uncompressed: its bytes are "
+                "not in telemetry, and nothing is saved. Give dgcopt.ddp_hook to DDP in place of DistributedOptimizer, "
+                "or train the bare model"
             )
         states = {name: state for name, (_, *state) in self.replicated().items() if state}
         rows = digests(states).tolist() if states else []

@@ -189,7 +189,7 @@ class Agent:
             log.error("dgcopt: all ranks are lost, and their state with them. Start the job anew from a checkpoint")
         else:
             slot.due = time.monotonic() + self.plan.restart_after
-            log.warning("dgcopt: rank %s ended with %d, and starts anew", name, code)
+            log.warning("dgcopt: rank %s ended with %d and is restarted", name, code)
 
     def _may_train(self, slot: _Slot, trained: bytes | None) -> bool:
         """Return True for a rank that runs, unless others have `trained` and it waits for the state of one."""

@@ -56,7 +56,7 @@ def test_survivors() -> None:
     begun = dict(re.findall(r"(\S+) begins at step (\d+)", outcome.output))
     assert {*begun} == {"0.0.0", "0.1.0", "0.1.1"}, outcome.tail
     assert begun["0.0.0"] == begun["0.1.0"] == "0" and int(begun["0.1.1"]) > 8, outcome.tail
-    assert "0.1.0 ended with -9, and starts anew" in outcome.output
+    assert "0.1.0 ended with -9 and is restarted" in outcome.output
     ends = re.findall(r"ends with (.*)", outcome.output)
     assert len(ends) == 2 and len({*ends}) == 1, outcome.tail
 

@@ -65,8 +65,8 @@ class DeMo(Compressor):
     def attach(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, SGD):
             raise ConfigError(
-                f"DeMo is an optimizer's own rule, momentum and sign, and {type(optimizer).__name__} would apply "
-                f"another one to its result: wrap torch.optim.SGD(params, lr) without momentum"
+                f"DeMo already applies momentum and sign, and {type(optimizer).__name__} would apply its own rule to "
+                f"the result. Wrap torch.optim.SGD(params, lr) without momentum"
             )
         self.before_step(optimizer)
         super().attach(optimizer)

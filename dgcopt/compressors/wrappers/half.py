@@ -30,8 +30,8 @@ class _Half(Wrapper):
         super().__init__(inner)
         if any(isinstance(part, Adasum) for part in self.inner.parts()):
             raise ConfigError(
-                f"{type(self).__name__} rounds what Adasum sends, and each rank combines it with a gradient of its own "
-                f"that is not rounded, so that ranks come apart: Adasum({self.dtype}) rounds both"
+                f"{type(self).__name__} cannot wrap Adasum: it would round received updates but not this rank's own, "
+                f"so replicas would diverge. Use Adasum({self.dtype}), which rounds both"
             )
 
     def adds_up(self, kind: Hashable) -> bool:

@@ -72,8 +72,8 @@ def ddp_hook(
     wire = None if comm is None else current_comm(comm)
     if wire is not None and wire.survives:
         raise ConfigError(
-            "DistributedDataParallel cannot train on after ranks are lost: use dgcopt.DistributedOptimizer with "
-            "dgcopt.init(survive=True)"
+            "DistributedDataParallel does not support dgcopt.init(survive=True): use dgcopt.DistributedOptimizer "
+            "without DDP"
         )
     state = compressor if isinstance(compressor, HookState) else HookState(compressor)
     state.use(given_names(named_parameters), wire, scaler, may_differ)

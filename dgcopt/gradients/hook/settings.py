@@ -83,8 +83,8 @@ class HookSettings:
         if getattr(module, "skip_all_reduce_unused_params", False):  # older torch has no such setting
             raise ConfigError(
                 "DistributedDataParallel with skip_all_reduce_unused_params=True keeps buckets from ddp_hook, which "
-                "then waits for the last one forever: leave it out. Unused parameters cost next to nothing where "
-                "gradients are compressed; or freeze them (requires_grad=False) before DDP is made"
+                "waits for the last one forever. Leave it out: unused parameters cost next to nothing with "
+                "compression. Or freeze them (requires_grad=False) before DDP is made"
             )
         return self._comm
 

@@ -341,7 +341,7 @@ def test_groups_of_some_ranks_are_refused_where_they_would_abort_all():
     with pytest.raises(ConfigError, match="no group of some ranks under Horovod Elastic"):
         comm.among([0, 1])
     for group in ("node", "across"):
-        with pytest.raises(ConfigError, match=f"only the group of all ranks, and none of '{group}'"):
+        with pytest.raises(ConfigError, match=f"only the group of all ranks, not '{group}'"):
             comm.run(AllReduce(torch.ones(1), group=group))
 
 

@@ -31,7 +31,7 @@ def test_impossible_requests_are_refused_at_once() -> None:
         dgcopt.sync_buffers(net, optimizer, how="max")  # type: ignore[arg-type]
     with pytest.raises(dgcopt.ConfigError, match="every"):
         dgcopt.sync_buffers(net, optimizer, every=0)
-    with pytest.raises(dgcopt.ConfigError, match="the model whose buffers are meant, not a OrderedDict"):
+    with pytest.raises(dgcopt.ConfigError, match=r"the model, an nn\.Module, not a OrderedDict"):
         dgcopt.sync_buffers(net.state_dict(), optimizer)  # type: ignore[arg-type]
     with pytest.raises(dgcopt.ConfigError, match="an optimizer from DistributedOptimizer or an averaging algorithm"):
         dgcopt.sync_buffers(net, torch.optim.SGD(net.parameters(), lr=0.1))

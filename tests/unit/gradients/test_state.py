@@ -103,8 +103,8 @@ def test_a_state_that_is_refused_changes_nothing():
 @pytest.mark.parametrize(
     ("names", "dtype", "problem"),
     [
-        (["0.weight", "more"], torch.float64, "two parameters cannot have one name"),
-        (["more", "more"], torch.float64, "two parameters cannot have one name"),
+        (["0.weight", "more"], torch.float64, "parameter names must be unique"),
+        (["more", "more"], torch.float64, "parameter names must be unique"),
         (["more"], torch.float64, "the group has 2 parameter"),
         ("ab", torch.float64, "the group has 2 parameter"),
         (["more", "extra"], torch.complex64, "parameter 'more' has dtype complex64"),

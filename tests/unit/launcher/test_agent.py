@@ -183,7 +183,7 @@ def test_ranks_that_end_well_at_a_signal_have_not_trained_to_the_end(caplog: pyt
     assert Watched(Plan(["rank"], 2)).run() == 128 + 15
     made = [Rank(math.inf, 0)]
     assert Watched(Plan(["rank"], 2)).run() == 128 + 15
-    assert "starts anew" not in caplog.text
+    assert "is restarted" not in caplog.text
     made = [Rank(0, 0)]  # which has trained to the end before the signal
 
     class Late(Watched):

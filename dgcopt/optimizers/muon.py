@@ -117,5 +117,6 @@ class MuonAdamW(Optimizer):
             # set each time, because load_state_dict replaces both
             part.param_groups = [group for group in self.param_groups if group[MUON] is is_muon]
             part.state = self.state
-            part.step()
+            kind: Any = type(part)
+            kind.step.__wrapped__(part)  # hooks of all optimizers run around this one
         return loss

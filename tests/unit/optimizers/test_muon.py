@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import dgcopt
 
@@ -51,6 +52,22 @@ def test_matrices_are_stepped_by_muon_and_all_others_by_adamw() -> None:
             steps.step()
     for name, param in ours.named_parameters():
         assert torch.equal(param, named[name]), name
+
+
+def test_hooks_of_all_optimizers_run_once() -> None:
+    model, seen = make_model(), []
+    optimizer = make_optimizer(model)
+    backward(model, DATA[0])
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after")),
+    ]
+    try:
+        optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == ["before", "after"]
 
 
 def test_a_checkpoint_goes_on_with_the_same_bits() -> None:

@@ -422,8 +422,8 @@ class OuterSync(Sync):
         self.round.replica.store.drop("outgoing")
         if "outers" not in entry:
             raise ConfigError(
-                "the state has no outer optimizers, so another algorithm saved it. Resume with that one, or delete "
-                "state_dict['averaging'] to start from the weights."
+                "the state has no outer optimizers, so another algorithm saved it. Resume with that one, or start from "
+                "the model's weights alone: load no state of the optimizer, or delete its entry 'averaging'."
             )
         if len(entry["outers"]) != len(self.outers):
             raise ConfigError(

@@ -8,6 +8,7 @@ of dgcopt beside the framework's own.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import secrets
 import shutil
@@ -33,8 +34,9 @@ from .. import (
     checkpoint,
 )
 from ..comm import current_comm
+from ..exchange.held import held
 from ..exchange.parameters import inner_optimizer
-from ..flat.optimizer_state import entries_in, unmarked
+from ..flat.optimizer_state import STATE_KEY, entries_in, kept_by, unmarked
 
 __all__ = ["Exchange", "check_method", "keep_gradients_local", "read"]
 
@@ -110,8 +112,8 @@ class Exchange:
         model: the module inside DDP.
         optimizers: those that step it, as the framework wraps them or bare. They are changed in place.
         method: a compressor, or an averaging algorithm. Each optimizer takes a copy.
-        find: returns this rank's part for a state that an optimizer is given, as `read` does; collective. None: only
-            `use` brings one.
+        find: returns this rank's part for a state that an optimizer is given, as `read` does, or None if the state is
+            no checkpoint's; collective. None: only `use` brings one.
 
     Raises ConfigError for a method of another kind, and what `DistributedOptimizer` raises.
     """
@@ -121,7 +123,7 @@ class Exchange:
         model: nn.Module,
         optimizers: Iterable[Any],
         method: Compressor | Averaging,
-        find: Callable[[], Parts] | None = None,
+        find: Callable[[], Parts | None] | None = None,
     ) -> None:
         self.model = model
         self.method = check_method(method)
@@ -184,7 +186,8 @@ class Exchange:
                 type(self.method).__name__,
             )
             parts = {}
-        self._loaded = {**parts, "optimizers": dict(zip(self.optimizers, parts.get("optimizers", ()), strict=False))}
+        states = itertools.chain(parts.get("optimizers", ()), itertools.repeat(None))
+        self._loaded = {**parts, "optimizers": dict(zip(self.optimizers, states, strict=False))}
 
     def check(self, parts: Parts, folder: str | Path) -> None:
         """Raise CheckpointError if parts read from `folder` were not saved with the weights that the model has now."""
@@ -195,8 +198,16 @@ class Exchange:
             )
 
     def resume(self, parts: Parts) -> None:
-        """Load this rank's part."""
+        """Load this rank's part; without one, start with the optimizers' state as it is and nothing unsent.
+
+        Raises CheckpointError without a part for averaging that has begun: its anchors are of other weights.
+        """
         self.use(parts)
+        if None in self._loaded["optimizers"].values():
+            if isinstance(self.method, Averaging):
+                raise self._has_trained()
+            nothing = {STATE_KEY: kept_by(self.comm.rank, self.comm.size)}
+            self.use({"optimizers": [{**optimizer.state_dict(), **nothing} for optimizer in self.optimizers]})
         for optimizer, own in [*self._loaded["optimizers"].items()]:
             optimizer.load_state_dict(own)
 
@@ -207,25 +218,42 @@ class Exchange:
 
     def _mark(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Note in a state which run saves it; a post-hook of `state_dict()`."""
-        for _, held in entries_in(state_dict):
-            held["run"] = self._run
+        for _, entry in entries_in(state_dict):
+            entry["run"] = self._run
 
     def _own_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Replace the state of rank 0, which a framework loads, by this rank's."""
         if self._find is not None and not self._loaded.get("optimizers"):
-            self.use(self._find())
-        own: dict[str, Any] | None = self._loaded.get("optimizers", {}).pop(optimizer, None)
-        if own is None or not _saved_at(own):  # of a single process, whose state the framework has as well
+            found = self._find()
+            if found is not None:
+                self.use(found)
+        expected = self._loaded.get("optimizers", {})
+        if optimizer not in expected:
             return None
-        if _saved_at(own) != _saved_at(state_dict):  # the framework's files were written again, and the parts were not
+        own: dict[str, Any] | None = expected.pop(optimizer)
+        if own is not None and not _saved_at(own):  # of a single process, whose state the framework has as well
+            return None
+        if own is not None and _saved_at(own) == _saved_at(state_dict):
+            self.load_weights()
+            return own
+        if own is not None:  # the framework's files were written again, and the parts were not
             log.warning(
                 "dgcopt: the ranks' parts are of another checkpoint than the optimizer's state: training resumes "
                 "without them, and what ranks had not sent starts from zero"
             )
-            self.use({})
+            self._loaded = {"optimizers": dict.fromkeys(expected)}
+        averaged = {key for key, value in state_dict.items() if isinstance(value, dict) and STATE_KEY in value}
+        if not averaged or {self.comm.size, *(entry["world_size"] for _, entry in entries_in(state_dict))} == {1}:
             return None
-        self.load_weights()
-        return own
+        if isinstance(self.method, Averaging) and held(optimizer).averaging.has_begun:
+            raise self._has_trained()
+        return {key: state_dict[key] for key in state_dict.keys() - averaged}  # rank 0's memory fits no other rank
+
+    def _has_trained(self) -> CheckpointError:
+        return CheckpointError(
+            f"this optimizer has trained with {type(self.method).__name__}, and the checkpoint has no ranks' parts to "
+            f"put in place of its memory: resume with a new model and optimizer"
+        )
 
     def _digest(self) -> str:
         digest = hashlib.sha256()
@@ -238,4 +266,4 @@ class Exchange:
 
 def _saved_at(state: dict[str, Any]) -> list[tuple[int, str | None]]:
     """Return the steps and runs in which an optimizer's state was saved, by the parts of dgcopt in it."""
-    return [(held["step"], held.get("run")) for _, held in entries_in(state)]
+    return [(entry["step"], entry.get("run")) for _, entry in entries_in(state)]

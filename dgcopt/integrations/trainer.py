@@ -32,6 +32,7 @@ class Callback(transformers.TrainerCallback):
     ) -> None:
         self.trainer, self.method, self.resume = trainer, check_method(method), resume
         self.exchange: Exchange | None = None
+        self._has_loaded = False  # the optimizer's state, in this train()
 
     def on_train_begin(
         self,
@@ -42,17 +43,20 @@ class Callback(transformers.TrainerCallback):
     ) -> None:
         """Attach the method; load this rank's part if Trainer has resumed from a checkpoint."""
         inner = keep_gradients_local(self.trainer.model_wrapped)
-        if self.exchange is not None and self.exchange.optimizers == [inner_optimizer(self.trainer.optimizer)]:
-            return  # train() again: if Trainer has resumed, this rank's part came with the optimizer's state
-        self.exchange = Exchange(inner, [self.trainer.optimizer], self.method, self._find)
-        if parts := self._find():
-            self.exchange.resume(parts)
+        if self.exchange is None or self.exchange.optimizers != [inner_optimizer(self.trainer.optimizer)]:
+            self.exchange = Exchange(inner, [self.trainer.optimizer], self.method, self._find)
+            if parts := self._find():
+                self.exchange.resume(parts)
+        elif state.global_step and not self._has_loaded:  # train() again, from a checkpoint without optimizer.pt
+            self.exchange.resume(self._find() or {})
+        self._has_loaded = False
 
-    def _find(self) -> Parts:
-        """Return this rank's part of the checkpoint from which Trainer resumes; empty if it does not."""
+    def _find(self) -> Parts | None:
+        """Return this rank's part of the checkpoint from which Trainer resumes; None if it does not."""
+        self._has_loaded = True
         step, output = self.trainer.state.global_step, Path(str(self.trainer.args.output_dir))
         if self.exchange is None or not self.trainer.is_in_train or step == 0:
-            return {}
+            return None
         folder = Path(self.resume or output / f"checkpoint-{step}") / FOLDER
         if parts := read(folder):
             self.exchange.check(parts, folder)

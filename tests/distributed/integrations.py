@@ -9,6 +9,7 @@ import gc
 import json
 import logging
 import os
+import shutil
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -232,6 +233,20 @@ def further_in_trainer(folder: Path) -> dict[str, bool]:
         with warnings_of_dgcopt() as lines:
             trainer.train(resume_from_checkpoint=str(folder / label / f"checkpoint-{HALF}"))
         found |= {f"{label} resumed": torch.equal(first, flat(model)), f"{label} without a warning": not lines}
+        for missing in ("optimizer.pt", "dgcopt"):  # a Trainer that has trained resumes as a new one does
+            checkpoint = folder / label / f"checkpoint-{HALF}"
+            torch.distributed.barrier()
+            if trainer.args.process_index == 0:
+                (checkpoint / missing).rename(folder / f"{missing} of {label}")
+            torch.distributed.barrier()
+            ends = []
+            for each in (trainer, made(method, folder / label)[0]):
+                try:
+                    each.train(resume_from_checkpoint=str(checkpoint))
+                    ends.append(flat(each.model))
+                except dgcopt.CheckpointError as error:
+                    found[f"{label}: {missing} is needed"] = "has trained with LocalSGD" in str(error)
+            found[f"{label} without {missing}"] = torch.equal(ends[0], ends[-1])
     ends = []
     for number, dense in enumerate((None, dgcopt.NoCompression())):
         trainer, model = made(dense, folder / str(number))
@@ -408,6 +423,20 @@ def switched(name: str, folder: Path) -> dict[str, bool]:
     return {"switched": bool(sums[0] == sums[1]), "told": len(lines) == 1 and "of rank 0" in lines[0]}
 
 
+def without_parts(name: str, folder: Path) -> dict[str, bool]:
+    """A checkpoint of LocalSGD whose ranks' parts were left behind resumes from rank 0's weights and state."""
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        for path in [*(folder / "LocalSGD").rglob("*dgcopt")]:
+            shutil.rmtree(path)
+    torch.distributed.barrier()
+    with warnings_of_dgcopt() as lines:
+        weights, _ = FRAMEWORKS[name](dgcopt.LocalSGD(every=2), folder / "LocalSGD", HALF)
+    sums = torch.empty(2, dtype=torch.float64)
+    torch.distributed.all_gather_into_tensor(sums, weights.double().sum().reshape(1))
+    return {"without parts": bool(sums[0] == sums[1]), "parts are missed": "there is no" in lines[0]}
+
+
 FURTHER = {
     "trainer": further_in_trainer,
     "lightning": further_in_lightning,
@@ -442,5 +471,9 @@ if __name__ == "__main__":
         folder = Path(sys.argv[1]) / framework
         for line in told(framework, folder):
             print(json.dumps(line), flush=True)
-        found = {**FURTHER[framework](folder / "further"), **switched(framework, folder)}
+        found = {
+            **FURTHER[framework](folder / "further"),
+            **switched(framework, folder),
+            **without_parts(framework, folder),
+        }
         print(json.dumps({"further": framework, **found}), flush=True)

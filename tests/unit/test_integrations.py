@@ -99,6 +99,28 @@ def test_parts_of_another_checkpoint_are_left_out(tmp_path: Path, caplog: pytest
         assert torch.equal(momentum, state["state"][0]["momentum_buffer"])
 
 
+def test_rank_0s_state_of_averaging_without_parts(tmp_path: Path) -> None:
+    """Its memory fits no other rank, so all start without; not once averaging has begun."""
+    exchanges, states = [], []
+    for _ in range(2):
+        model = nn.Linear(3, 2)
+        exchanges.append(Exchange(model, [SGD(model.parameters(), lr=0.1, momentum=0.9)], dgcopt.DiLoCo(every=2)))
+        states.append(exchanges[0].optimizers[0].state_dict())
+        if not states[1:]:
+            model(torch.ones(1, 3)).sum().backward()
+            exchanges[0].optimizers[0].step()
+    for _, held in entries_in(states[1]):
+        held["world_size"] = 2
+    begun, fresh = exchanges
+    for exchange in exchanges:
+        exchange.use(read(tmp_path / "nothing"))
+    fresh.optimizers[0].load_state_dict(copy.deepcopy(states[1]))
+    assert len(fresh.optimizers[0].state_dict()["state"]) == 2, "of momentum"
+    with pytest.raises(dgcopt.CheckpointError, match="has trained with DiLoCo, and the checkpoint has no ranks' parts"):
+        begun.optimizers[0].load_state_dict(copy.deepcopy(states[1]))
+    begun.optimizers[0].load_state_dict(states[0])
+
+
 def test_the_frameworks_own_file_is_the_state_of_a_single_process(tmp_path: Path) -> None:
     """As where it is killed after the parts were written, and before the framework's files."""
     model = nn.Linear(3, 2)

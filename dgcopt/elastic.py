@@ -88,11 +88,10 @@ def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **va
     of a step loses the steps since the last commit.
 
     Give `dgcopt.init(deadline=...)` fewer seconds than the default: a remaining worker may wait that long for one that
-    has already given up. Horovod 0.28.1 as released sometimes hangs after a worker has died (about
-    once in ten times here, inside the call that hands it a tensor; or it loses a tensor that it is handed while it
-    shuts down, and the worker waits for that until its deadline); the one that scripts/install_horovod.sh builds does
-    not. It aborts if process sets are registered; the groups "node" and
-    "across" therefore do not exist under Horovod Elastic.
+    has already failed. Horovod 0.28.1 as released sometimes hangs after a worker has died: about once in ten times here
+    when a collective is enqueued, or until the deadline if one is enqueued during its shutdown. The build of
+    scripts/install_horovod.sh does not hang. Horovod Elastic has no groups "node" and "across": Horovod aborts if
+    process sets are registered.
 
     With averaging, training continues from the mean of all ranks' weights at the commit, those of lost ranks too; it is
     taken right before the first step. `AsyncAverage` cannot be used under Horovod Elastic.

@@ -1,4 +1,4 @@
-"""Training that goes on when ranks die: a rank that comes back takes its state from a live one.
+"""Training that continues when ranks die: a restarted rank receives its state from a live one.
 
     dgcopt.init(survive=True)
     optimizer = dgcopt.DistributedOptimizer(torch.optim.SGD(...), model.named_parameters(), dgcopt.DGC())
@@ -52,7 +52,7 @@ class State:
             at the first gradient of a step, or, where weights are averaged, at the first local step after a round,
             before the step.
 
-    A rank that comes back has an empty residual: its old one was lost with its process.
+    A restarted rank has a residual of zero: its old one was lost with its process.
     """
 
     def __init__(self, *, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], **values: Any) -> None:
@@ -69,10 +69,10 @@ class State:
             setattr(self, name, value)
 
     def sync(self) -> None:
-        """Take rank 0's state before the first step; in a process that has come back, the state of a live rank.
+        """Load rank 0's state before the first step; in a restarted process, the state of a live rank.
 
-        Every rank calls it once, before its first step. From then on this rank gives its state to ranks that come back.
-        Raises QuorumLost if the ranks that train do not take this process in before the deadline, and ConfigError if it
+        Every rank calls it once, before its first step. From then on this rank sends its state to restarted ranks.
+        Raises QuorumLost if the training ranks do not admit this process before the deadline, and ConfigError if it
         cannot load their state.
         """
         comm: Any = current_comm()

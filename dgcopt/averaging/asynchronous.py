@@ -163,7 +163,7 @@ class AsyncRounds(Rounds):
         )
 
     def sync_buffers(self, buffers: Buffers) -> None:
-        """Raise ConfigError: there is no step in which all ranks meet."""
+        """Raise ConfigError: ranks meet in no step."""
         raise ConfigError(
             "AsyncAverage exchanges weights in a thread, so ranks meet in no step and cannot exchange buffers. Call "
             "optimizer.averaging.abort() and then dgcopt.broadcast_parameters(dict(model.named_buffers())) on all "

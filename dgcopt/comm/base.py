@@ -57,7 +57,7 @@ class RankSet(Protocol):
 
 
 class Comm(Failures, ABC):
-    """One rank's end of a wire.
+    """One rank's connection to all ranks over a wire (torch.distributed, Horovod, MPI or the simulator).
 
     Collectives of one group must be started in the same order on all its ranks; those of the groups "control" and
     "agreement" are matched apart from all others.
@@ -413,7 +413,7 @@ class Comm(Failures, ABC):
         raise error
 
     def close_admission(self) -> None:  # elsewhere the ranks stay the same
-        """Take in no process until the next `begin_step`, as this rank is past the state that it would give."""
+        """Admit no process until the next `begin_step`, as this rank is past the state that it would give."""
 
     def confirm(self, start: Callable[[Collective, str], Handle]) -> bool:
         """Commit a prepared or skipped step together with all ranks.

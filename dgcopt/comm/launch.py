@@ -52,34 +52,34 @@ def init(
     residuals: Literal["local", "buddy"] = "local",
     copy_every: int = 10,
 ) -> Comm:
-    """Join the other ranks and return this rank's end of the wire; called again, the same one.
+    """Join the other ranks and return this rank's `Comm`; a second call returns the same one.
 
     Args:
         wire: "torch", "horovod", "mpi" or "local". None takes the library that the script has initialised (Horovod or
             torch.distributed), else the environment variable DGCOPT_WIRE, else the wire by the launcher's environment
             variables: horovodrun -> horovod, torchrun -> torch, mpirun -> mpi, srun -> torch, none -> local.
         deadline: seconds after which a rank that waits for another gives up with an error.
-        checksums: verify every message of an exchange, so that a damaged one raises PayloadError instead of training
-            on it; all ranks must say the same. Costs 4 bytes per message, a CRC-32 of every byte on the CPU of sender
-            and receiver (CUDA tensors are copied there), and another small round after each allreduce.
-        streams: over how many connections to each other rank exchanges are spread, for links of high latency, which
-            one TCP connection does not fill. The wire "torch" only; all ranks must say the same. Large messages are
-            cut, so that sums of three or more ranks can have other last bits than over one connection. CUDA tensors
-            take NCCL's own: NCCL_SOCKET_NTHREADS is set to it, unless it is set already.
-        survive: train on after ranks are lost, in the same processes, and take in those that come back; for scripts
-            that `dgcopt run --survive` starts (docs/survive.md). The wire "torch" over Gloo only. In a process without
-            a launcher it has no effect.
-        min_ranks: with `survive`, fewer ranks do not go on: they wait for others until the deadline, then raise.
+        checksums: verify every message of an exchange: a damaged one raises PayloadError. Equal on all ranks. Costs 4
+            bytes per message, a CRC-32 of every byte on the CPU of sender and receiver (CUDA tensors are copied there),
+            and another small round after each allreduce.
+        streams: number of connections to each other rank among which exchanges are divided, for links of high latency,
+            which one TCP connection does not fill. The wire "torch" only; equal on all ranks. Large messages are cut,
+            so sums of three or more ranks can have other last bits than over one connection. For CUDA tensors it sets
+            NCCL_SOCKET_NTHREADS, unless the variable is set already.
+        survive: continue after ranks are lost, in the same processes, and admit restarted ranks; for scripts that
+            `dgcopt run --survive` starts (docs/survive.md). The wire "torch" over Gloo only. In a process without a
+            launcher it has no effect.
+        min_ranks: with `survive`, fewer ranks do not continue: they wait for others until the deadline, then raise
+            QuorumLost.
         residuals: with `survive`, "local" loses the residual of a lost rank. "buddy" keeps a copy of each rank's
             residual on the next rank, which adds it to its own if that rank is lost.
-        copy_every: with "buddy", steps from one copy to the next. A copy costs 2 bytes per parameter on the wire and in
-            memory. Higher costs less; the gradients of a lost rank since its last copy are lost, and coordinates of the
-            copy that it has sent since count twice.
+        copy_every: with "buddy", steps between two copies. A copy costs 2 bytes per parameter on the wire and in
+            memory. With a higher number, more unsent gradients of a lost rank are lost, and more coordinates that it
+            has sent since the copy count twice.
 
-    The choice and its reason are logged by the logger "dgcopt". Raises ConfigError if the environment contradicts
-    itself, or a launcher announces more ranks than have joined, as each of them would train alone (the wire "local",
-    if asked for, is alone on purpose); CommError if the ranks do not meet, MismatchError if they differ in `checksums`
-    or `streams`.
+    The logger "dgcopt" logs the choice and its reason. Raises ConfigError if variables of the environment contradict
+    each other, or if a launcher announces more ranks than have joined, unless `wire` is "local"; CommError if the ranks
+    do not meet; MismatchError if they differ in `checksums` or `streams`.
     """
     global _current
     _renew()

@@ -4,7 +4,7 @@
     results = simulate([algorithm(g) for g in grads])   # or drive bare exchanges, one per rank
 
 Ranks take their turns in the user's loop: every rank's backward first, then every rank's step. When a rank waits for
-another that has not come yet, the other's exchanges are moved on; if that does not help, the error says who is missing.
+another, the other's exchanges are advanced; if that does not help, the error names the missing ranks.
 Code that changes gradients or settings before the step (`scaler.unscale_(optimizer)`, clipping, learning rates) runs on
 all ranks before the first of them steps, because that one sends the gradients of all. Real
 processes may leave `scaler.unscale_(optimizer)` out; here `scaler.step(optimizer)` is a ConfigError without it.

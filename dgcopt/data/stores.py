@@ -1,7 +1,7 @@
 """Stores of cached samples: in this process, on this node's disk, or on Redis servers that all nodes share.
 
-A store maps keys to bytes. When it is full it evicts nothing: an epoch visits every sample once, in an order that
-differs from the last one's, so that a sample which made place for another would be missed as often as it.
+A store maps keys to bytes. A full store evicts nothing: an epoch visits every sample once, in a new order, so an
+evicted sample would be missed as often as the sample that replaced it.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class MemoryStore(Store):
 class DiskStore(Store):
     """A file on this node's disk, shared by all its processes, with SQLite, which comes with Python.
 
-    A process that is killed while it writes, or a machine that goes down, costs the last samples and no others. A file
-    that fails or is damaged in the middle of training is left alone for half a minute, in which its samples are made
-    anew: training goes on. The file must not lie on a network's file system.
+    A killed process or a crashed machine costs only its last samples. A file that fails or is damaged during training
+    is not used for half a minute; meanwhile its samples are computed again. The file must not lie on a network file
+    system.
 
     Args:
         path: a folder, made for this user alone if it is missing. None is `dgcopt` in $XDG_CACHE_HOME or

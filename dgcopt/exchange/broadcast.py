@@ -63,14 +63,14 @@ def broadcast_object(value: Any, root_rank: int = 0, comm: Comm | None = None) -
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, comm: Comm | None = None) -> None:
-    """Load rank `root_rank`'s optimizer state on every rank, such as after it alone has read a checkpoint.
+    """Load rank `root_rank`'s optimizer state on every rank, for example if only that rank has read a checkpoint.
 
-    That is buffers, step counts and learning rates; of a DistributedOptimizer, its step and all memory that ranks
-    share. `comm` is the wire; None is that of `dgcopt.init()`.
+    Sends buffers, step counts and learning rates; for a DistributedOptimizer also its step and all memory that is equal
+    on all ranks. `comm` is the wire; None is that of `dgcopt.init()`.
 
-    Memory of each rank itself (residuals) is not touched if it is at the root's step already; else it belongs to
-    other steps and starts from zero, which the log says. Raises, on every rank, ConfigError for state that
-    `broadcast_object` cannot send, and MismatchError for optimizers of other kinds or groups.
+    A rank at the root's step keeps its residual; on any other rank the residual belongs to other steps and starts from
+    zero, with a log line. Raises, on every rank, ConfigError for state that `broadcast_object` cannot send, and
+    MismatchError for optimizers of other kinds or groups.
     """
     check_optimizer(optimizer)
     comm = current_comm(comm)

@@ -13,18 +13,19 @@ class Telemetry:
     """Bytes and seconds on this rank, added up over all steps.
 
     Attributes:
-        steps: exchanges of the whole model.
-        skipped: steps and rounds that no rank took, because some gradients or results were not finite.
-        repeated: exchanges made again, because gradients changed after they had been sent.
+        steps: number of exchanges of the whole model.
+        skipped: number of steps and rounds that no rank took, because some gradients or results were not finite.
+        repeated: number of exchanges that were repeated, because gradients changed after they had been sent.
         payload_bytes: bytes of this rank's messages.
-        sent_bytes: bytes that this rank put on the wire, by the algorithm that the wire has for each collective, see
-            `Comm.sent`.
+        sent_bytes: bytes that this rank put on the wire, by the wire's algorithm for each collective; see `Comm.sent`.
         dense_bytes: bytes of a ring allreduce of the same gradients in float32.
-        selected: coordinates that sparse compressors have chosen. left_out: those of them for which a message had no
-            room; they wait in the residual.
-        lost_steps: steps that were aborted because a rank was lost, and made again. lost_seconds: seconds of these, up
-            to the end of the recovery.
-        compress_seconds: making messages. wait_seconds: waiting for other ranks. apply_seconds: reading messages.
+        selected: number of coordinates that sparse compressors have selected.
+        left_out: number of selected coordinates without room in a message; they stay in the residual.
+        lost_steps: number of steps that a lost rank aborted and that were repeated.
+        lost_seconds: seconds of these steps, up to the end of the recovery.
+        compress_seconds: seconds of making messages.
+        wait_seconds: seconds of waiting for other ranks.
+        apply_seconds: seconds of decoding and adding messages.
     """
 
     steps: int = 0

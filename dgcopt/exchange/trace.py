@@ -31,11 +31,11 @@ ENOUGH = 256
 class Trace:
     """Writes the phases of one rank's collectives to a file, with their bytes.
 
-        queued    from the moment when an exchange asks for a collective until it starts, with others of its size
-        wire      from its start until its result was waited for; it may have arrived earlier
-        waiting   while this rank did nothing else
+        queued    from the request of a collective until its start
+        wire      from the start of a collective until the end of the wait for its result, which may have come earlier
+        waiting   while this rank waits for results
         compress  before the first collective of an exchange
-        apply     after each of its results
+        apply     after each result of an exchange
 
     Args:
         path: the file.
@@ -101,11 +101,11 @@ class Trace:
 def trace(optimizer: Optimizer, path: str | Path) -> Iterator[None]:
     """Context in which this rank's collectives are written to a file in Chrome's trace format.
 
-    Open it in chrome://tracing or ui.perfetto.dev, or let `dgcopt report` show where a step's time goes.
+    Open the file in chrome://tracing or ui.perfetto.dev, or let `dgcopt report` show the phases of a step.
 
     Args:
         optimizer: wrapped by `DistributedOptimizer`; in a single process the file has no event.
-        path: the file, another one on each rank.
+        path: the file; a different one on each rank.
 
     Raises ConfigError for an optimizer that is not wrapped, and for a file that cannot be written.
     """

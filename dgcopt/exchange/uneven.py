@@ -66,16 +66,16 @@ def join(
             ("all"), the default of torch's Join and DDP.
         enable: False if all ranks are known to have the same number of batches.
         throw_on_early_termination: raise OutOfData on all ranks at the first step or round for which some rank has no
-            data, instead of serving the others; torch's members raise its RuntimeError. An optimizer learns it in the
-            vote of its step, after forward: a model that communicates in forward (SyncBatchNorm) waits there for the
-            ranks that have left, until torch's own deadline ("Timed out waiting", or NCCL's watchdog). Put such a model
-            in DistributedDataParallel with `dgcopt.ddp_hook`, and join that: it tells before each forward. After
+            data; torch's members raise its RuntimeError. An optimizer notices it in the vote of its step, after
+            forward: a model that communicates in forward (SyncBatchNorm) waits there for the ranks that have left,
+            until torch's own deadline ("Timed out waiting", or NCCL's watchdog). Put such a model
+            in DistributedDataParallel with `dgcopt.ddp_hook`, and join that: DDP notices it before each forward. After
             OutOfData weights are those of the last step, but running statistics of batch norm include one more batch on
-            ranks with data: `dgcopt.broadcast_parameters(model.state_dict())` makes them equal before you go on.
+            ranks with data: call `dgcopt.broadcast_parameters(model.state_dict())` before training continues.
 
-    Raises ConfigError for optimizers that are not distributed, use Adasum or survive lost ranks, and for members that
-    do not go together; `step(closure)` is refused once a rank has run out of data. After an exception in the loop
-    nobody is served: the others end at their deadline.
+    Raises ConfigError for optimizers that are not distributed, that use Adasum or `dgcopt.init(survive=True)`, and for
+    members that cannot be combined; `step(closure)` is refused once a rank has run out of data. After an exception in
+    the loop this rank takes part in no further step: the others end at their deadline.
     """
     if not members:
         raise ConfigError("join needs the optimizers that step in the loop: dgcopt.join(optimizer)")

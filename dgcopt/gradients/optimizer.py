@@ -263,8 +263,9 @@ class Distributed(Stateful):
     def add_param_group(self, param_group: dict[str, Any], names: Sequence[str] | None = None) -> None:
         """Add a group as torch does; its parameters are exchanged from the next step on.
 
-        `names` are theirs, where `named_parameters` did not hold them; else they are numbered. Raises ConfigError, and
-        adds nothing, for another number of names, names of other parameters, and parameters that cannot be averaged.
+        `names` are the names of parameters that `named_parameters` did not hold; None numbers them. Raises ConfigError,
+        and adds nothing, for another number of names, names of other parameters, and parameters that cannot be
+        averaged.
         """
         super().add_param_group(param_group)
         try:
@@ -275,7 +276,7 @@ class Distributed(Stateful):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Read by `torch.amp.GradScaler.step` before it looks for Inf: the moment for all ranks to agree."""
+        """Read by `torch.amp.GradScaler.step` before it checks for Inf: here all ranks agree on Inf."""
         steps = steps_of(self)
         if steps.engine is None:
             return bool(vars(self).get("_step_supports_amp_scaling", False))

@@ -32,7 +32,7 @@ def comm_of_replicas(comm: Comm, names: Mapping[Tensor, str], compressor: Compre
     Args:
         comm: the wire of all ranks, or one that this function has made already.
         names: the optimizer's parameters with their names, at least one of them a DTensor.
-        compressor: how gradients travel.
+        compressor: the compressor of gradients.
         mesh: the replicate dimension of the device mesh; None to derive it from the parameters' own mesh.
         across: True if the user asks for the ranks of this local rank on all machines.
 

@@ -39,7 +39,7 @@ class Wrapped:
     Args:
         optimizer: any `torch.optim.Optimizer`.
         names: every parameter and its unique name, in an order that is the same on all ranks; may grow.
-        compressor: how gradients travel.
+        compressor: the compressor of gradients or updates.
         own_step: the optimizer's own step, without any exchange or hook.
         step_without_data: takes the step of a rank that has run out of data.
         committed: called at the commit of an exchange: gradients are averaged.

@@ -37,30 +37,30 @@ def ddp_hook(
     scaler: Any = None,
     may_differ: Sequence[str] = (),
 ) -> tuple[HookState, Hook]:
-    """Return the arguments of `DistributedDataParallel.register_comm_hook`, for gradients to travel by `compressor`.
+    """Return the arguments of DistributedDataParallel's `register_comm_hook`: DDP then sends gradients by `compressor`.
 
         ddp_model.register_comm_hook(*dgcopt.ddp_hook(dgcopt.DGC(ratio=0.001), optimizer))
 
     Args:
-        compressor: how gradients travel; None sends them as they are. The hook takes a copy of its own. Or a
-            `HookState` that was restored, which is given here the arguments that cannot be stored.
-        optimizer: the optimizer that steps the model's parameters, not wrapped by dgcopt. DGC takes momentum and
-            weight decay over from SGD then, as its paper wants. Without it, DGC is plain error feedback in front of the
-            optimizer's own momentum. If the optimizer is made later: `state.attach(optimizer)`.
+        compressor: the compressor of gradients, copied; None sends them uncompressed. Or a restored `HookState`, which
+            receives by this call the arguments that a pickle cannot hold.
+        optimizer: the optimizer that steps the model's parameters, not wrapped by dgcopt. With it, DGC takes momentum
+            and weight decay over from SGD, as in its paper. Without it, DGC is plain error feedback in front of the
+            optimizer's own momentum. If the optimizer is made later, call `state.attach(optimizer)`.
         named_parameters: `model.named_parameters()`, for errors and stored state that name parameters. None numbers
             them, by the optimizer's groups or else in the order in which DDP's first buckets hold them.
         comm: the wire; None is the one of `dgcopt.init()`. It must join the ranks of DDP's process group.
-        scaler: the `torch.amp.GradScaler` of the loop. Memory is then free of its scale, which changes;
-            without it, residuals count too much or too little after the scale has changed.
+        scaler: the `torch.amp.GradScaler` of the loop. With it memory holds unscaled gradients; without it residuals
+            are wrong by a factor after each change of the scale.
         may_differ: settings of the optimizer's parameter groups, such as `("lr",)`, that differ between ranks on
             purpose. All others are compared at every step; tensors on an accelerator before the first step only.
 
-    Costs those of the compressor, a message of 44 bytes per step for the vote, and one pass over the gradients,
-    which tells whether they are finite. If they are not on any rank, every rank's gradients become NaN, so that scalers
-    skip the step alike, and no memory changes. In DDP's `join()` averages divide as it says: by all ranks or, with
-    `divide_by_initial_world_size=False`, by those that have data. In a single process DDP is left as it is. A parameter
-    whose gradient is zero on all ranks is left alone, with its residual, because DDP ignores the result
-    for a parameter that was not used.
+    Costs the compressor's cost, a message of 44 bytes per step for the vote, and one pass over the gradients to check
+    that they are finite. If they are not finite on some rank, every rank's gradients become NaN, so that all scalers
+    skip the step, and no memory changes. In DDP's `join()` averages divide by all ranks or, with
+    `divide_by_initial_world_size=False`, by those with data. In a single process DDP is unchanged. A parameter whose
+    gradient is zero on all ranks keeps its value and its residual, because DDP ignores the result for a parameter that
+    was not used.
 
     Raises ConfigError for compressors that send updates (DDP exchanges gradients), a distributed optimizer, or names
     that do not fit. In backward passes: MismatchError, on all ranks, if they differ in compressor, settings or

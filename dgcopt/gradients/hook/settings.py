@@ -29,7 +29,7 @@ class HookSettings:
     """The settings of one `ddp_hook` on one rank.
 
     Args:
-        compression: how gradients travel; None sends them as they are. It is copied.
+        compression: the compressor of gradients, copied; None sends them uncompressed.
 
     Attributes:
         compressor: the copy.

@@ -33,10 +33,10 @@ __all__ = ["HookState"]
 class HookState:
     """The compressor of a `ddp_hook`, its memory, and the exchanges of the step, on one rank.
 
-    Pickled (`torch.save`) and restored, it continues with the same bits on the same rank of as many: give it to
-    `ddp_hook` with the optimizer, and register the result. Until DDP has rebuilt its buckets, results that depend on
-    their layout may differ: last bits of an allreduce among more than two ranks, and coordinates that owners forward
-    (`reduce="owner"`) or that have room in a message of Rice codes.
+    It can be pickled (`torch.save`). To resume, pass the restored state to `ddp_hook` with the optimizer, and register
+    the result. On the same rank of the same world size training continues with the same bits. Until DDP has rebuilt its
+    buckets, results that depend on their layout may differ: last bits of an allreduce among more than two ranks, and
+    coordinates that owners forward (`reduce="owner"`) or that have room in a message of Rice codes.
 
     Attributes:
         telemetry: bytes and seconds of this process.
@@ -106,8 +106,8 @@ class HookState:
     def attach(self, optimizer: Optimizer) -> None:
         """Let the compressor take over its part of the optimizer's step, before the first backward pass.
 
-        Another one of the same parameters takes the place of the one before. If Accelerate, Lightning or Fabric have
-        wrapped an optimizer, the inner one is taken, which they step.
+        Replaces an earlier optimizer of the same parameters. Of a wrapper by Accelerate, Lightning or Fabric it uses
+        the inner optimizer, which they step.
         """
         self._settings.attach(optimizer, lambda: self.comm.size == 1, lambda: self._memory.averaged)
 

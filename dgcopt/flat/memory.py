@@ -51,6 +51,7 @@ class Memory(Mapping[str, Tensor]):
         self.idle: Sequence[str] = ()
         self._current: dict[str, Tensor] = {}
         self._spare: dict[str, Tensor] = {}
+        self._unstarted: dict[str, Sequence[Segment]] = {}
         self._end_transaction()
 
     def _end_transaction(self) -> None:
@@ -63,7 +64,6 @@ class Memory(Mapping[str, Tensor]):
         self._added: dict[str, Tensor] = {}
         self._kept: list[tuple[Mapping[str, Tensor | Shard], str, slice, Tensor]] = []
         self._unused: set[Segment] = set()
-        self._unstarted: dict[str, Sequence[Segment]] = {}
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
 
     # -- as of the last commit ---------------------------------------------------------------------------------------
@@ -104,6 +104,10 @@ class Memory(Mapping[str, Tensor]):
         """
         self._current[kind], self._unstarted[kind] = flat, unstarted
 
+    def has_begun(self, kind: str, segment: Segment) -> bool:
+        """Return False if a parameter's memory of a kind is to get its initial value by `hold` yet."""
+        return segment not in self._unstarted.get(kind, ()) or bool(segment.view(self[kind]).any())
+
     def take(self, kind: str) -> Tensor | None:
         """Remove and return the current memory of a kind at once; None if there is none."""
         return self._current.pop(kind, None)
@@ -131,11 +135,10 @@ class Memory(Mapping[str, Tensor]):
             self.put(kind, held, self.segments)
         elif held.dtype != wanted:  # loaded from a checkpoint
             held = self._current[kind] = held.to(wanted)
-        if start is not None:
-            for segment in self._unstarted.pop(kind, ()):
-                value = start(segment)
-                if value is not None:
-                    segment.view(held).copy_(value)
+        for segment in self._unstarted.pop(kind, ()):
+            value = None if start is None else start(segment)
+            if value is not None:
+                segment.view(held).copy_(value)
         return held
 
     def advance(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -56,13 +56,12 @@ class Store:
     def release(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Dissolve buckets, all or some: their memory waits for new ones."""
         for bucket in list(self._adopted if buckets is None else buckets):
-            for kind, flat in self._held(bucket):
-                self.put(kind, bucket, flat)
+            self._add_held(bucket, self._waiting)
             self._adopted.pop(bucket, None)
 
     def put(self, kind: str, bucket: Bucket, flat: Tensor) -> None:
         """Make a flat tensor wait by parameter name."""
-        _write(self._waiting.setdefault(kind, {}), bucket, flat)
+        _write(self._waiting, kind, bucket.by_name(flat))
 
     def drop(self, kind: str) -> None:
         """Delete the waiting memory of a kind."""
@@ -102,15 +101,19 @@ class Store:
         """Return a copy of all memory that is not shared."""
         memory = copied(self._waiting)
         for bucket in self._adopted:
-            for kind, flat in self._held(bucket):
-                _write(memory.setdefault(kind, {}), bucket, flat)
+            self._add_held(bucket, memory)
         return memory
 
-    def _held(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        """Yield the flat tensors of a bucket by kind, including sharded ones."""
-        if bucket in self._adopted:
-            yield from self._adopted[bucket].items()
-            yield from ((kind, shard.whole()) for kind, shard in self._adopted[bucket].shards.items())
+    def _add_held(self, bucket: Bucket, to: NamedTensors) -> None:
+        """Add copies of a bucket's memory that has begun, including that of shards."""
+        held = self._adopted.get(bucket)
+        if held is None:
+            return
+        for kind, flat in held.items():
+            begun = [segment for segment in bucket.segments if held.has_begun(kind, segment)]
+            _write(to, kind, ((segment.name, segment.view(flat)) for segment in begun))
+        for kind, shard in held.shards.items():
+            _write(to, kind, bucket.by_name(shard.whole()))
 
     def state(self) -> dict[str, Any]:
         """Return a checkpointable copy for `restore`."""
@@ -168,5 +171,5 @@ def copied(memory: NamedTensors) -> NamedTensors:
     return {kind: {n: t.detach().clone() for n, t in by_name.items()} for kind, by_name in memory.items()}
 
 
-def _write(by_name: dict[str, Tensor], bucket: Bucket, flat: Tensor) -> None:
-    by_name |= {name: view.clone() for name, view in bucket.by_name(flat)}
+def _write(to: NamedTensors, kind: str, named: Iterable[tuple[str, Tensor]]) -> None:
+    to.setdefault(kind, {}).update({name: view.clone() for name, view in named})

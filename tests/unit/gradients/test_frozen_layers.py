@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -167,8 +169,11 @@ def test_a_rank_without_data_steps_frozen_layers_that_keep_their_gradient(make: 
 
 
 @pytest.mark.parametrize("compressor", [dgcopt.DGC(1.0), dgcopt.CSC(1.0, chunk=64, warmup=None)], ids=["DGC", "CSC"])
-def test_momentum_is_taken_over_of_a_layer_that_is_unfrozen_beside_others(compressor: dgcopt.Compressor) -> None:
-    """SGD has stepped before it was wrapped; its buffer waits until the layer is trained again."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_momentum_is_taken_over_of_a_layer_that_is_unfrozen_beside_others(
+    compressor: dgcopt.Compressor, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGD has stepped before it was wrapped; its buffer waits until a step with the layer succeeds."""
 
     def trained(compression: dgcopt.Compressor) -> list[torch.Tensor]:
         generator, ranks = torch.Generator().manual_seed(0), []
@@ -183,12 +188,19 @@ def test_momentum_is_taken_over_of_a_layer_that_is_unfrozen_beside_others(compre
             ranks.append((params, dgcopt.DistributedOptimizer(optimizer, named, compression, comm=comm)))
         for step in range(5):
             grad = torch.randn(70, generator=generator)
-            for params, optimizer in ranks:
-                params[1].requires_grad = step >= 2
-                optimizer.zero_grad()
-                sum((param * grad).sum() for param in params if param.requires_grad).backward()
-            for _, optimizer in ranks:
-                optimizer.step()
+            for fails_now in (True, False) if fails and step == 2 else (False,):
+                for params, optimizer in ranks:
+                    params[1].requires_grad = step >= 2
+                    optimizer.zero_grad()
+                    sum((param * grad).sum() for param in params if param.requires_grad).backward()
+                with monkeypatch.context() as patch:
+                    if fails_now:
+                        patch.setattr("dgcopt.gradients.outgoing.exchange_of", Mock(side_effect=MemoryError))
+                    for _, optimizer in ranks:
+                        with pytest.raises(MemoryError) if fails_now else nullcontext():
+                            optimizer.step()
+                for _, optimizer in ranks:
+                    optimizer.load_state_dict(optimizer.state_dict())
         return ranks[0][0]
 
     for ours, theirs in zip(trained(compressor), trained(dgcopt.NoCompression()), strict=True):

@@ -26,13 +26,13 @@ class Sent:
         message: uint8.
         indices: all coordinates, those in the message first; ascending, if all are in it.
         values: as decoded, in the dtype of the input; 0 for omitted coordinates.
-        travels: mask of the coordinates in the message; None if all are.
+        fits: mask of the coordinates that fit into the message; None if all do.
     """
 
     message: Tensor
     indices: Tensor
     values: Tensor
-    travels: Tensor | None = None
+    fits: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class SparseCode:
         The message has room for all values; those of coordinates that are left out are not read. A ValueError for
         indices that do not ascend comes as PayloadError when `checks` are read.
         """
-        count, travels = len(indices), None
+        count, fits = len(indices), None
         if self.indices == "rice" and count:
             counts = sent(torch.tensor([count]), indices.device)
             ascend, excess = measure_rows(indices.view(1, -1), counts, count, numel)
             checks.expect(ascend, lambda: f"indices have to ascend strictly from 0 or more to less than {numel}")
             counts = counts - excess
-            order, travels = largest_first(values, counts)
+            order, fits = largest_first(values, counts)
             indices, values = indices.index_select(0, order), values.index_select(0, order)
             index_part = write_rows(indices.view(1, -1), counts, count, numel)[0]
         else:
@@ -111,7 +111,7 @@ class SparseCode:
         coded = torch.cat(parts)
         value_bytes[0, : len(coded)] = coded
         arriving = arriving.to(values.dtype)
-        return Sent(message, indices, arriving if travels is None else arriving * travels, travels)
+        return Sent(message, indices, arriving if fits is None else arriving * fits, fits)
 
     def receive(
         self, messages: Tensor, count: int, numel: int, ranks: Sequence[int], checks: Checks | None = None
@@ -123,16 +123,16 @@ class SparseCode:
         """
         self._check_length(messages, count, numel, ranks)
         index_part, value_part = self._parts(messages, count, numel)
-        travels = None
+        fits = None
         if self.indices == "rice":
             indices, counts = read_rows(index_part, count, numel, ranks, checks)
-            travels = torch.arange(count, device=messages.device) < counts.unsqueeze(1)
+            fits = torch.arange(count, device=messages.device) < counts.unsqueeze(1)
         else:
             indices = _checked(index_part, count, numel, ranks, checks)
         counts = torch.full((len(ranks),), count)
         values = self._values.decode(take_parts(value_part, self._values.sizes(counts)), counts, ranks, checks)
         values = values.view(len(ranks), count)
-        return indices, values if travels is None else torch.where(travels, values, 0)
+        return indices, values if fits is None else torch.where(fits, values, 0)
 
     def encode_rows(
         self, indices: Tensor, values: Tensor, counts: Tensor, numel: int, count: int

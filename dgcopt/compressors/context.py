@@ -76,7 +76,7 @@ class Context:
         tally: counts by the name of a `dgcopt.Telemetry` field, which the caller collects; see `count`.
         local: the gradient in autograd's tensors, for compressors that read it in place (`Compressor.in_place`).
         certain: True once all ranks have voted to commit, so that only a failing wire can abort the step.
-        mixture: the moving average to apply to the gradient before it travels, and to invert in the result; only for
+        mixture: the moving average to apply to the gradient before it is sent, and to invert in the result; only for
             compressors that do both themselves (`Compressor.mixes`).
         peak: the largest magnitude in the gradient, if the exchange has computed it: NaN or Inf for a gradient that is
             not finite.
@@ -205,8 +205,8 @@ class Context:
     def count_sent(self, sent: Sent) -> None:
         """Add the numbers of selected and of omitted coordinates of a message to the tally."""
         self.count(selected=len(sent.indices))
-        if sent.travels is not None:
-            self.checks.when_read((~sent.travels).sum(), lambda number: self.count(left_out=number))
+        if sent.fits is not None:
+            self.checks.when_read((~sent.fits).sum(), lambda number: self.count(left_out=number))
 
     def set_norm(self, norm: Tensor | None) -> None:
         """Set the norm of all gradients of this replica."""

@@ -157,7 +157,7 @@ class AllGatherReduction:
     def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
         sent = self.code.send(choice.indices, choice.values, ctx.numel, ctx.checks)
         ctx.count_sent(sent)
-        choice.subtract(sent.indices, sent.values, sent.travels)
+        choice.subtract(sent.indices, sent.values, sent.fits)
         return sum_of_messages((yield AllGather(sent.message)), self.code, self.count, ctx)
 
     def nbytes(self, ctx: Context) -> int:

@@ -238,14 +238,14 @@ class GradientBucket(Bucket):
 
     Attributes:
         in_place: True if gradients are not copied into flat memory.
-        leaves_early: True if it may be sent during backward.
+        launches_early: True if it may be launched during backward.
         elements: number of elements without gaps.
         has_small_parts: True if gradients are small on average.
         touched: coordinates of a sparse sum, until the end of the step.
     """
 
     in_place: bool = False
-    leaves_early: bool = False
+    launches_early: bool = False
 
     def __post_init__(self) -> None:
         self.elements = sum(segment.numel for segment in self.segments)
@@ -260,14 +260,14 @@ class GradientBucket(Bucket):
         self._large = [place for place, segment in enumerate(self.segments) if segment.numel >= LARGE]
         self.touched: Touched | None = None
 
-    def travel(self, in_place: bool, early: bool = False) -> None:
+    def set_exchange(self, in_place: bool, early: bool = False) -> None:
         """Set how the bucket is sent.
 
         Args:
             in_place: True if gradients stay where autograd left them.
-            early: True if it may be launched while backward runs.
+            early: True if it may be launched during backward.
         """
-        self.in_place, self.leaves_early = in_place, early
+        self.in_place, self.launches_early = in_place, early
 
     @property
     def grad(self) -> Tensor:

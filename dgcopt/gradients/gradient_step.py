@@ -121,7 +121,7 @@ class GradientStep(Step):
         self.marker.check(self.comm.rank)
         before, self._rule = self._rule, repr(self.compressor)
         layout = self.outgoing.layout
-        fits = not layout.leaves_early or layout.fits(self._trained(), self._sparse)
+        fits = not layout.launches_early or layout.fits(self._trained(), self._sparse)
         fits = fits and not self._is_due
         self.outgoing.mark_outdated(before != self._rule or not fits)
 

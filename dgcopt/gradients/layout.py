@@ -41,7 +41,7 @@ class Layout:
         sparse: name and parameter of each sparse gradient.
         contexts: context of each bucket, which its compressor gets.
         place: bucket of each dense parameter, and its index in it.
-        leaves_early: True if some bucket may launch during backward.
+        launches_early: True if some bucket may launch during backward.
     """
 
     trained: Sequence[Tensor] = ()
@@ -54,7 +54,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         self._dtypes, self._numels = _forms(self.trained)
-        self.leaves_early = any(bucket.leaves_early for bucket in self.buckets)
+        self.launches_early = any(bucket.launches_early for bucket in self.buckets)
         for bucket in self.buckets:
             for place, segment in enumerate(bucket.segments):
                 self.place[segment.param] = (bucket, place)
@@ -97,7 +97,7 @@ def bucket_sizes(
     (docs/benchmarks.md, "On a GPU").
     """
     kinds = {(param.device, compressor.adds_up(compressor.kind(name, param))) for name, param in named}
-    early = [(device, adds_up) for device, adds_up in kinds if _leaves_early(compressor, device)]
+    early = [(device, adds_up) for device, adds_up in kinds if _launches_early(compressor, device)]
     if not early:
         most, first = 100.0, 100.0
     elif all(device.type == "cpu" or adds_up for device, adds_up in early):
@@ -164,16 +164,16 @@ def lay_out(
 
 
 def _prepared(bucket: GradientBucket, compressor: Compressor, settings: Settings, comm: Comm, store: Store) -> Context:
-    """Set how a new bucket travels, and return its context."""
+    """Set how a new bucket is exchanged, and return its context."""
     divided = settings.op == "average" and compressor.adds_up(bucket.kind)  # before the exchange
     op: Literal["average", "sum"] = "average" if settings.op == "average" and not divided else "sum"
     # small gradients, and all on a GPU, are copied faster than they are checked one by one
     stays = bucket.is_cpu and compressor.in_place(bucket.kind) and not bucket.has_small_parts
-    bucket.travel(in_place=stays, early=_leaves_early(compressor, bucket.device))
+    bucket.set_exchange(in_place=stays, early=_launches_early(compressor, bucket.device))
     context = context_of(bucket, comm, op, store, 1 / comm.size if divided else 1.0)
     return context.placed(gain=settings.gradient_predivide_factor)
 
 
-def _leaves_early(compressor: Compressor, device: torch.device) -> bool:
+def _launches_early(compressor: Compressor, device: torch.device) -> bool:
     """Return True if a compressor may launch buckets of a device during backward."""
     return compressor.overlaps(device) and not compressor.whole_model and compressor.sends == "gradient"

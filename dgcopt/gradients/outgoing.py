@@ -114,7 +114,7 @@ class OutgoingBuckets:
         if bucket.index < self.launched:
             self.stale = True
             return None
-        if not is_last or not bucket.leaves_early or not self.tracker.completed(bucket, place):
+        if not is_last or not bucket.launches_early or not self.tracker.completed(bucket, place):
             return None
         return bucket
 
@@ -157,7 +157,7 @@ class OutgoingBuckets:
             self._prepare([(bucket.grad, bucket) for bucket in self.layout.buckets])
         certain = used is None and not self.scheduler.comm.survives  # otherwise memory may have to stay as it is
         launches = (self._exchange(bucket, certain, together) for bucket in rest)
-        if self.compressor.in_turn or self.layout.leaves_early:
+        if self.compressor.in_turn or self.layout.launches_early:
             for pending, exchange in launches:
                 self.scheduler.launch(pending, exchange)
         else:  # all ranks launch the same ones now
@@ -194,7 +194,7 @@ class OutgoingBuckets:
         return pending, exchange_of(bucket, self.compressor, context, together)
 
     def _launch_rows(self, name: str, param: Tensor) -> None:
-        """Launch a sparse gradient, which travels alone."""
+        """Launch the exchange of a sparse gradient, which shares no bucket."""
         grad = param.grad if self.participation.here else None
         if grad is None:
             grad = torch.zeros_like(param).to_sparse(1)

@@ -103,9 +103,9 @@ def test_clustered_coordinates_that_do_not_fit(page: SimpleNamespace) -> None:
     for clustered in (torch.arange(count), positions):
         sent = code.send(clustered, values, numel, dgcopt.coding.Checks())
         at, decoded = page.sparse(sent.message.numpy(), count, numel, "rice", "int2")
-        travels = torch.ones(count, dtype=torch.bool) if sent.travels is None else sent.travels.bool()
-        assert at.tolist() == sent.indices[travels].tolist()
-        assert decoded.tobytes() == sent.values[travels].numpy().tobytes()
+        fits = torch.ones(count, dtype=torch.bool) if sent.fits is None else sent.fits.bool()
+        assert at.tolist() == sent.indices[fits].tolist()
+        assert decoded.tobytes() == sent.values[fits].numpy().tobytes()
 
 
 def test_lengths(page: SimpleNamespace) -> None:

@@ -74,7 +74,7 @@ class Sparse(Compressor):
         def at(positions: Tensor) -> Tensor:
             return gather(v, positions)
 
-        def subtract(sent: Tensor, arriving: Tensor, travels: Tensor | None) -> None:
+        def subtract(sent: Tensor, arriving: Tensor, fits: Tensor | None) -> None:
             if self.error_feedback:
                 subtract_at(v, sent, arriving)
 

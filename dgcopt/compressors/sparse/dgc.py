@@ -208,10 +208,10 @@ class DGC(MomentumCorrected):
             rows = memory.preview_blocks(local, v, u, runs, blocks)
             return rows.view(-1)[row * BLOCK + positions % BLOCK].to(at_least_float32(v.dtype))
 
-        def subtract(sent: Tensor, arriving: Tensor, travels: Tensor | None) -> None:
+        def subtract(sent: Tensor, arriving: Tensor, fits: Tensor | None) -> None:
             ctx.memory.on_commit(lambda: subtract_at(v if new is None else new, sent, arriving))
             if u is not None and self.momentum_masking:
-                ctx.memory.on_commit(lambda: _mask(u, sent, travels))
+                ctx.memory.on_commit(lambda: _mask(u, sent, fits))
 
         choice = Choice(indices, values.to(at_least_float32(v.dtype)), at, subtract)
         return (yield from self.reduction(selection.count, ctx).exchange(choice, ctx))
@@ -238,9 +238,9 @@ class DGC(MomentumCorrected):
         return self.reduction(self.selection(ctx).count, ctx).nbytes(ctx)
 
 
-def _mask(u: Tensor, sent: Tensor, travels: Tensor | None) -> None:
+def _mask(u: Tensor, sent: Tensor, fits: Tensor | None) -> None:
     """Factor masking: clear the momentum of coordinates that travel."""
-    if travels is None:
+    if fits is None:
         clear_at(u, sent)
     else:
-        u.index_copy_(0, sent, torch.where(travels, 0, u.index_select(0, sent)))
+        u.index_copy_(0, sent, torch.where(fits, 0, u.index_select(0, sent)))

@@ -269,16 +269,16 @@ def test_messages_of_as_many_coordinates_are_those_of_any_number(case, code, see
     values, checks = torch.randn(len(indices), generator=torch.Generator().manual_seed(seed)), Checks()
     message, kept, arriving = code.encode(indices, values, numel)
     sent = code.send(indices, values, numel, checks)
-    travels = torch.ones(len(indices), dtype=torch.bool) if sent.travels is None else sent.travels
-    assert torch.equal(sent.indices[travels], kept) and not sent.values[~travels].any()
+    fits = torch.ones(len(indices), dtype=torch.bool) if sent.fits is None else sent.fits
+    assert torch.equal(sent.indices[fits], kept) and not sent.values[~fits].any()
     assert torch.equal(sent.indices.sort().values, indices)
-    if travels.all():
+    if fits.all():
         assert torch.equal(sent.message, message) and torch.equal(sent.values, arriving)
     by_torch = in_torch(code.send, indices, values, numel, checks)
     assert torch.equal(by_torch.message, sent.message) and torch.equal(by_torch.indices, sent.indices)
     for receive in (code.receive, lambda *args: in_torch(code.receive, *args)):
         arrived, theirs = receive(sent.message.unsqueeze(0), len(indices), numel, [3], checks)
-        assert torch.equal(arrived[0][travels], kept) and torch.equal(theirs[0].to(values.dtype), sent.values)
+        assert torch.equal(arrived[0][fits], kept) and torch.equal(theirs[0].to(values.dtype), sent.values)
         assert torch.isin(arrived, kept).all() or not len(kept)
     read_checks([checks])
 

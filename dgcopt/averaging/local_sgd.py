@@ -33,8 +33,8 @@ class LocalSGD(Averaging):
             training. Early training suffers most from drift.
         state_every: DES-LOC: steps between averages of the optimizer's state, by its name in `optimizer.state`, such as
             {"exp_avg": 24, "exp_avg_sq": 48} for Adam's moments at H = 8. Tensors of the parameter's shape only.
-            Zeros travel for a parameter without that state, as for Muon's matrices in `MuonAdamW`: a rank cannot tell
-            whether others have none either.
+            A parameter without that state sends zeros, as Muon's matrices in `MuonAdamW`, because a rank does not know
+            whether other ranks have the state.
         overlap: run an exchange during the next forward and backward pass. The gradient is then of the weights before
             the exchange and is applied to the weights after it.
 

@@ -15,7 +15,7 @@ __all__ = ["Rule", "refuse_with_losses"]
 
 
 class Rule:
-    """The questions that a round asks an algorithm. `Averaging` adds the way to attach it to an optimizer."""
+    """The schedule and the exchange of an algorithm, as a round calls them. `Averaging` attaches it to an optimizer."""
 
     warmup_steps: int = 0
     """Number of first steps in which a DistributedOptimizer averages gradients instead.
@@ -56,7 +56,7 @@ class Rule:
         """Raise ConfigError if the algorithm does not support these ranks or parameter names."""
 
     def check_survives(self) -> None:
-        """Raise ConfigError unless training can go on after ranks are lost, with these settings."""
+        """Raise ConfigError unless these settings support lost ranks (`dgcopt.init(survive=True)`)."""
         raise ConfigError(
             f"{type(self).__name__} does not support dgcopt.init(survive=True). Leave survive out, average weights by "
             f"LocalSGD, SlowMo or DiLoCo, or average gradients at every step (dgcopt.DistributedOptimizer)."
@@ -74,10 +74,10 @@ class Rule:
         raise NotImplementedError(f"{type(self).__name__} must define due()")
 
     def start(self, x: Tensor, ctx: Weights) -> None:
-        """See the weights before the first local step, and again after a state was loaded."""
+        """Receive the weights before the first local step, and again after a state was loaded."""
 
     def before_step(self, x: Tensor, ctx: Weights) -> None:
-        """See the weights right before each local step, if `prepares`."""
+        """Receive the weights right before each local step, if `prepares`."""
 
     def exchange(self, x: Tensor, ctx: Weights) -> Exchange:
         """Exchange one bucket: yield collectives, return the new weights.
@@ -115,7 +115,7 @@ class Rule:
 
 
 def refuse_with_losses(rule: Rule, **settings: object) -> None:
-    """Raise ConfigError if a setting of the rule has another value than this one, with which ranks may be lost."""
+    """Raise ConfigError if a setting of the rule differs from the value that supports lost ranks."""
     for name, value in settings.items():
         if getattr(rule, name) != value:
             raise ConfigError(

@@ -114,7 +114,7 @@ class Schedule(Round):
             comm.drive(compare(self.replica.describe(), comm.rank, "parameters and settings"))
 
     def _attend(self) -> None:
-        """Become a user of the wire, with its current ranks."""
+        """Register as a user of the wire, with its current ranks."""
         self._generation = self.comm.generation
         self.runner = Runner(self.comm, "averaging", self._offer, self.sync.abort)
         self.participation = Participation(self.comm.size)

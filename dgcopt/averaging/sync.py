@@ -44,7 +44,7 @@ class Round(Protocol):
         joining: True while ranks may run out of data, so that all of them vote on each round and none overlaps.
         commit: the marker of a round that is being written back.
         participation: whether this rank has data, and how many ranks have; used while `joining`.
-        last_own_step: the last local step that this rank has made itself, not skipped for want of data.
+        last_own_step: the last local step that this rank has made with data of its own.
     """
 
     rule: Rule

@@ -211,7 +211,7 @@ class OwnerReduction:
     and nothing lost.
 
     Args:
-        code: the code of values. Positions always travel as Rice-coded gaps, as their number varies.
+        code: the code of values. Positions are always sent as Rice-coded gaps, because their number varies.
         count: number of coordinates that each rank selects.
         keep: number of sums that all owners together forward, as a multiple of `count`; infinity forwards all sums of
             this step, and costs one more allreduce of 8 bytes.

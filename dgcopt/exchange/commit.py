@@ -4,7 +4,7 @@
     commit    let memory and gradients take their new values
     abort     roll memory back; gradients are not applied
 
-Ranks that have received the same bytes find the same in `inspect`, so that all commit or abort alike.
+Ranks that have received the same bytes get the same result from `inspect`, so all commit or all abort.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ Write = Callable[[], None]
 class CommitMarker:
     """Marker of a commit in progress on one rank: memory, gradients and weights must belong to the same step.
 
-    They take their new values between `begin` and `end`. Whatever interrupts that leaves them apart: `check` refuses to
-    go on then. Needs no exception handler, and so misses none.
+    They take their new values between `begin` and `end`. After an interruption in between, `check` raises. It uses no
+    exception handler, so it misses no exception.
     """
 
     def __init__(self) -> None:

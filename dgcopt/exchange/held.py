@@ -38,7 +38,7 @@ def held(optimizer: Any) -> Held:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside the wrapper of Accelerate, Lightning or Fabric; any other object as it is.
+    """Return the optimizer inside the wrapper of Accelerate, Lightning or Fabric; any other object unchanged.
 
     Fabric's wrapper takes on the class of the optimizer inside: it has dgcopt's methods, but not its parts.
     """

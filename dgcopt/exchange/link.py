@@ -17,15 +17,15 @@ from .agreement import DAMAGED
 
 __all__ = ["measure_link"]
 
-_BYTES = 2**20  # that each rank receives, by an allgather of as many as that takes
-_TIMES = 3  # of which the fastest counts; one more goes before, in which connections are made
+_BYTES = 2**20  # received by each rank in the allgather
+_TIMES = 3  # measurements, after one that opens connections; the fastest counts
 
 
 def measure_link(comm: Comm, compressor: Compressor, device: torch.device) -> Generator[Collective, Tensor, None]:
     """Measure `comm.link` if the compressor needs it and it is unknown; the result is the same on all ranks.
 
-    Measures the wire that carries buckets on `device`: CUDA tensors may travel by another library than CPU tensors. The
-    clock is read when the device has finished, as NCCL returns before anything has arrived.
+    Measures the wire that carries buckets on `device`, because CUDA tensors may use another library than CPU tensors.
+    The clock is read when the device has finished, because NCCL returns before messages arrive.
 
     The link is that of the slowest rank. All ranks must call this at the same place, with no collective in flight.
     Raises CommError for numbers that cannot be right.

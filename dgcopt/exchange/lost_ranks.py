@@ -1,4 +1,4 @@
-"""Losses of ranks (`dgcopt.init(survive=True)`): the step is repeated, and copies of residuals are on other ranks."""
+"""Losses of ranks (`dgcopt.init(survive=True)`): repeat the step, and keep copies of residuals on other ranks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def repeat_after_lost_ranks(
     Returns its result; None if the step was committed although `act` has failed.
 
     Args:
-        act: exchanges, and commits by `Comm.confirm`; a failure leaves no trace.
+        act: exchanges, and commits by `Comm.confirm`; a failure changes nothing.
         comm: the wire.
         follow: adopts the current ranks; called before each attempt.
         count_lost: counts the seconds of a failed attempt, and whether it was aborted (`Telemetry.count_lost`).
-        admit: takes in processes that have come, after a failed attempt.
+        admit: admits processes that ask to join, after a failed attempt.
     """
     commits = comm.commits
     while True:

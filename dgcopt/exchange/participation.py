@@ -10,14 +10,14 @@ __all__ = ["Participation"]
 
 
 class Participation:
-    """The ranks with data, as one of `size` ranks knows them.
+    """The ranks with data, from the view of one of `size` ranks.
 
     Attributes:
         here: True if this rank has data.
-        ranks: number of ranks that have.
-        divides: True if averages divide by these, else by all.
-        throws: True if it is an error that some have run out of data before others.
-        ended: True if no rank had any in the last vote.
+        ranks: number of ranks with data.
+        divides: True if averages divide by this number, else by all ranks.
+        throws: True if it is an error that some ranks have run out of data before others.
+        ended: True if no rank had data in the last vote.
         share: weight of a rank's gradient in a mean over all ranks, which makes it a mean over those with data.
     """
 

@@ -1,10 +1,10 @@
 """Collectives of pending exchanges: started, named, counted and ordered in one place.
 
-Exchanges are taken round by round, in the order of their launch: round two of the first is on its way while round one
-of the second is still awaited. No order depends on timing, because torch.distributed and MPI match collectives by
-order. Of exchanges that are launched together small messages travel as one, as a collective more costs a processor
-more than their bytes do. Functions that wait for other ranks are generators, which yield the handle and are sent its
-result, so that their caller decides how to wait.
+Exchanges advance round by round, in the order of their launch: round two of the first is in flight while the ranks wait
+for round one of the second. No order depends on timing, because torch.distributed and MPI match collectives by order.
+Small messages of exchanges that are launched together share one collective, because a collective costs a processor more
+than their bytes. Functions that wait for other ranks are generators. They yield the handle and receive its result, so
+their caller decides how to wait.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ UNEVEN = "If ranks run out of data one before another: `with dgcopt.join(optimiz
 class PendingExchange(Generic[Of]):
     """One exchange of a bucket, or of another object of its caller: its current collective, or its result.
 
-    `rounds` counts its collectives by group: not all ranks of the world take part in those of "node" and "across", and
-    labels must be the same on all that do. Exchanges whose messages travel as one have the same `handle`.
+    `rounds` counts its collectives by group, because labels must be equal on all ranks that take part, and not all
+    ranks take part in those of "node" and "across". Exchanges that share one collective have the same `handle`.
     """
 
     label: str
@@ -73,13 +73,13 @@ class CollectiveScheduler:
 
     Args:
         comm: the wire.
-        telemetry: where bytes and seconds are counted.
-        user: its name in labels. Its `number` tells users of one wire apart.
+        telemetry: counts bytes and seconds.
+        user: its name in labels. Its `number` distinguishes the users of one wire.
         progress: see `Comm.attend`.
 
     Attributes:
-        before_step: number of its collectives among all ranks that have started before the step. Wires match them by
-            order, so ranks with other numbers would take one message for another.
+        before_step: number of its collectives among all ranks that have started before the step. Wires match
+            collectives by order, so ranks with different numbers would confuse messages.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class CollectiveScheduler:
         self.before_step = self._started = 0
         self._in_step = False
         self._trace: Trace | None = None
-        self._asked: dict[int, float] = {}  # time at which an exchange has asked for a collective
+        self._asked: dict[int, float] = {}  # time at which an exchange has requested a collective
 
     def count_in(self, telemetry: Telemetry) -> None:
         """Count bytes and seconds in `telemetry` from now on."""

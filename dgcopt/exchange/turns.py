@@ -17,14 +17,14 @@ Stepper = TypeVar("Stepper")
 class Turns(Generic[Stepper]):
     """The order in which the optimizers of one wire step, the same on all ranks.
 
-    When a bucket is full, and so leaves during backward, depends on the gradients that a rank has, and wires match
-    collectives by their order. So of several optimizers only one sends before its step: the one that came next the
-    last time. If another one comes, the exchanges of the expected one are cancelled first, on all ranks alike. An
-    optimizer that was replaced by a new one may be alive on some ranks only, and must not send there.
+    Ranks may fill buckets in different orders, because each fills them with its own gradients, but wires match
+    collectives by order. So only one of several optimizers launches during backward: the one that stepped next the last
+    time. If another optimizer steps, all ranks first cancel the exchanges of the expected one. An optimizer that was
+    replaced by a new one may be alive on some ranks only, and must not launch there.
 
     Attributes:
-        lock: held while a gradient is taken in. Autograd runs a thread for each device, and threads may call backward
-            at once. The thread that holds it may take it again: simulated ranks advance each other.
+        lock: held while a gradient is recorded, because autograd runs a thread for each device and threads may call
+            backward concurrently. Reentrant, because simulated ranks advance each other.
         are_shared: True once there is a second optimizer.
         sent: number of buckets that the expected optimizer has launched, also after it is freed; None if not known.
     """

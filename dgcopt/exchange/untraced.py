@@ -1,4 +1,4 @@
-"""Functions that torch's compiler calls as they are."""
+"""Functions that torch's compiler calls without tracing them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ Function = TypeVar("Function", bound=Callable[..., object])
 def untraced(function: Function) -> Function:
     """Return `function` for `torch.compile` to call without tracing it, and without tracing anything that it calls.
 
-    An exchange has no graph: it would be cut into hundreds of pieces. Loads the compiler, as torch's optimizers do.
+    Tracing an exchange would break the graph into hundreds of pieces. Loads the compiler, as torch's optimizers do.
     """
     return torch.compiler.disable(function)

@@ -55,7 +55,7 @@ class Ballot:
     """One rank's part in the vote on a step.
 
     Attributes:
-        active: it has something to contribute; a rank that has run out of data goes on serving the others.
+        active: True if the rank has data; a rank without data still takes part in the others' steps.
         finite: it has seen no NaN or Inf in its gradients.
         step: the step it is at.
         trained: checksum of which parameters are trained; see `checksum`.
@@ -125,7 +125,7 @@ class Verdict:
     Attributes:
         active_ranks: number of ranks that have something to contribute.
         absent: the ranks that have run out of data.
-        void: ranks whose gradients are not finite; if there are any, nobody takes the step.
+        void: ranks whose gradients are not finite; if there are any, no rank takes the step.
         stale: True if launched exchanges must be cancelled and launched again.
         prepared: True if all ranks have laid out their buckets.
         complete: True if no rank with data misses a gradient.

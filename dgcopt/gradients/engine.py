@@ -1,7 +1,7 @@
 """The exchange of one optimizer's gradients on one rank: buckets launched during backward, and the job of each step.
 
 Buckets are launched in one fixed order on all ranks, each as soon as its gradients are ready and its predecessor was
-launched, and run to their first collective while backward goes on. Before any result is used the ranks vote, and all
+launched, and run to their first collective during backward. Before any result is used the ranks vote, and all
 commit or abort the step (`dgcopt.exchange.step`). If gradients of some rank have changed since they were launched, by
 one more backward pass, clipping or unscaling, all ranks cancel their exchanges and launch them again.
 """
@@ -50,7 +50,7 @@ class Engine:
         store: memory by parameter name.
         participation: which ranks have data.
         turns: the order of the optimizers that share the wire.
-        moved_on: True if another rank has moved this one to the end of its step already.
+        moved_on: True if another (simulated) rank has already advanced this one to the end of its step.
     """
 
     def __init__(self, wrapped: Wrapped, comm: Comm, settings: Settings) -> None:
@@ -158,7 +158,7 @@ class Engine:
         )
 
     def _is_replaced_for(self, param: Tensor) -> bool:
-        """Return True if a later optimizer trains a parameter: nobody steps this one, which may be freed late."""
+        """Return True if a later optimizer trains a parameter: this one steps no more, and may be freed late."""
         return any(param in other.names for other in self.turns.added_after(self.gradients))
 
     def _too_many_passes(self, param: Tensor, announced: int) -> RuntimeError:

@@ -160,7 +160,7 @@ class GradientStep(Step):
             self.outgoing.mark_stale()  # scaling gradients back does not count as a change
 
     def wait_for_vote_if_unscaled(self) -> None:
-        """Launch again what left before a GradScaler scaled gradients back, and nothing before the vote from now on."""
+        """Launch nothing before the vote from now on; relaunch exchanges of gradients unscaled since their launch."""
         if self.outgoing.launched and self.tracker.is_rescaled():
             self.wait_for_vote()
 
@@ -251,7 +251,7 @@ class GradientStep(Step):
         self.wrapped.failed()
 
     def _trained(self) -> list[Tensor]:
-        """Return the parameters that travel, including one frozen after backward: the step will use its gradient."""
+        """Return the exchanged parameters, including one frozen after backward: the step will use its gradient."""
         own = self.tracker.has_added_to
         return [p for p in self.names if p.numel() and (p.requires_grad or (own(p) and p.grad is not None))]
 
@@ -431,7 +431,7 @@ class GradientStep(Step):
         self.tracker.clear()
         self.outgoing.clear()
 
-    # -- which gradients travel together -----------------------------------------------------------------------------
+    # -- layout of buckets -------------------------------------------------------------------------------------------
 
     def _lay_out(self) -> Job:
         """Compare parameters, and lay out buckets by the order in which gradients became ready.

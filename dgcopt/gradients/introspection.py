@@ -1,6 +1,6 @@
-"""Facts that torch and Horovod tell nobody: read from the garbage collector and from call stacks, and only here.
+"""Facts without a public interface in torch or Horovod, read from the garbage collector and from call stacks.
 
-Every function says why no public interface serves.
+Every docstring says why no public interface suffices.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _is_torchs(frame: FrameType) -> bool:
 def scaler_flags() -> list[Tensor]:
     """Return the flags, one per device, by which a GradScaler in its `step` skips it, if it has unscaled before.
 
-    `unscale_` looks for Inf before ranks can agree, and the scaler is not told to the optimizer. Empty elsewhere.
+    `unscale_` checks for Inf before ranks can agree, and the optimizer has no reference to the scaler. Empty elsewhere.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _SCALER_STEP:

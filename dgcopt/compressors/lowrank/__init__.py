@@ -1,1 +1,1 @@
-"""Low-rank compressors: matrices travel as thin factors."""
+"""Low-rank compressors: send matrices as thin factors."""

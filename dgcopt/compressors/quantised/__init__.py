@@ -1,1 +1,1 @@
-"""Quantisers: all coordinates travel, in few bits each."""
+"""Quantisers: send all coordinates in few bits each."""

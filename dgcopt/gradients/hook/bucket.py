@@ -69,16 +69,23 @@ class PartGradients:
     """
 
     part: Part | None
+    params: list[Tensor]
     buffer: Tensor
     grads: list[Tensor]
     magnitudes: Tensor
 
     def prepare(
-        self, result: Tensor | SparseSum, local: LocalGradient | None, used: Sequence[bool], scale: float
+        self,
+        result: Tensor | SparseSum,
+        local: LocalGradient | None,
+        used: Sequence[bool],
+        zeros: Sequence[bool],
+        scale: float,
     ) -> Callable[[], None]:
         """Return the function that writes the result times `scale` to DDP's gradients, or zero if no rank `used` them.
 
-        Does everything that may fail or allocate.
+        `zeros` are True for parameters whose gradient is zero on this rank. It is written to `param.grad` too, since
+        DDP leaves that as it is if no rank has used the parameter. Does everything that may fail or allocate.
         """
         assert self.part is not None
         bucket = self.part.bucket
@@ -106,6 +113,9 @@ class PartGradients:
             for grad, was_used in zip(self.grads, used, strict=True):
                 if not was_used:
                     grad.zero_()
+            for param, grad, is_zero in zip(self.params, self.grads, zeros, strict=True):
+                if is_zero and param.grad is not None:
+                    param.grad.copy_(grad)
 
         return write
 

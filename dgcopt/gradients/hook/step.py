@@ -62,6 +62,7 @@ class HookStep(Step):
         self._share = 1.0  # weight of a rank with data in a mean over all ranks
         self._served: DistributedDataParallel | None = None
         self._used: list[bool] = []
+        self._zeros: list[bool] = []  # True for gradients of zeros; DDP's buckets hold zeros in place of None, too
         self._warned = False
         self.ended()
 
@@ -108,11 +109,13 @@ class HookStep(Step):
         names, parts = self._memory.parts_of(bucket, self.scheduler, len(self._exchanges))
         if buffer.is_sparse:
             magnitudes = peaks([values_of(buffer)])
-            return [PendingExchange(f"sparse gradient {names[0]}", PartGradients(None, buffer, [buffer], magnitudes))]
+            of = PartGradients(None, params, buffer, [buffer], magnitudes)
+            return [PendingExchange(f"sparse gradient {names[0]}", of)]
         grads, exchanges = gradients_of(params, buffer), []
         for part in parts:
             mine = [grads[place] for place in part.places]
-            of = PartGradients(part, buffer, mine, part.fill(mine, self._factor_of(part)))
+            magnitudes = part.fill(mine, self._factor_of(part))
+            of = PartGradients(part, [params[place] for place in part.places], buffer, mine, magnitudes)
             exchanges.append(PendingExchange(part.bucket.label, of))
         return exchanges
 
@@ -132,8 +135,10 @@ class HookStep(Step):
         memory.check_adopted()
         self.comm.finish_on_device()
         magnitudes = [number for pending in self._exchanges for number in pending.of.magnitudes.tolist()]
-        self._used = [magnitude != 0 for magnitude in magnitudes]
         self._served = served = ddp_module_without_data(memory.names)
+        has_grad = [served is None and param.grad is not None for each in self._exchanges for param in each.of.params]
+        self._zeros = [magnitude == 0 and has for magnitude, has in zip(magnitudes, has_grad, strict=True)]
+        self._used = [magnitude != 0 or is_zero for magnitude, is_zero in zip(magnitudes, self._zeros, strict=True)]
         return Ballot(
             active=served is None,
             finite=all(map(math.isfinite, magnitudes)),
@@ -205,10 +210,15 @@ class HookStep(Step):
     # -- commit or abort ---------------------------------------------------------------------------------------------
 
     def finished(self, used: Sequence[bool] | None) -> list[FinishedExchange]:
-        left = itertools.repeat(True) if used is None else iter(used)
-        return [self._finished(pending, [next(left) for _ in pending.of.grads]) for pending in self._exchanges]
+        left, zeros = itertools.repeat(True) if used is None else iter(used), iter(self._zeros)
+        return [
+            self._finished(pending, *([next(flags) for _ in pending.of.grads] for flags in (left, zeros)))
+            for pending in self._exchanges
+        ]
 
-    def _finished(self, pending: PendingExchange[PartGradients], used: list[bool]) -> FinishedExchange:
+    def _finished(
+        self, pending: PendingExchange[PartGradients], used: list[bool], zeros: list[bool]
+    ) -> FinishedExchange:
         of, numel = pending.of, sum(grad.numel() for grad in pending.of.grads)
         if of.part is None:
 
@@ -219,7 +229,7 @@ class HookStep(Step):
 
             return FinishedExchange(pending, None, None, prepare_rows, numel)
         context = self._memory.contexts[of.part]
-        prepare = functools.partial(of.prepare, local=context.local, used=used, scale=self._scale)
+        prepare = functools.partial(of.prepare, local=context.local, used=used, zeros=zeros, scale=self._scale)
         return FinishedExchange(pending, context, None if all(used) else used, prepare, numel)
 
     def rollback(self) -> None:

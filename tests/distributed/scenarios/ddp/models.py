@@ -84,6 +84,38 @@ def unused_parameters_without_a_hook_of_momentum() -> None:
     assert_close(ours.weights(), Training(model=Branches, find_unused_parameters=True).run(7).weights())
 
 
+class Gated(Branches):
+    """The second branch is in the graph of every step, and its gradient is zero in two of three."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.trunk(inputs).tanh()
+        gate = float(self.calls % 3 == 0)
+        self.calls += 1
+        return self.always(hidden) + gate * self.rarely(hidden)
+
+
+@scenario
+def momentum_moves_parameters_whose_gradient_is_zero() -> None:
+    """As in dense training; those that no rank has used too, if their gradient is there."""
+
+    def run(hook: dgcopt.Compressor | None, **settings) -> Tensor:
+        training = Training(hook, **settings)
+        for step in range(6):
+            training.optimizer.zero_grad(set_to_none=False)
+            training.backward(step)
+            training.optimizer.step()
+        assert_same_on_all_ranks(training.weights())
+        return training.weights()
+
+    for settings in (
+        {"model": Gated},
+        {"model": Branches, "find_unused_parameters": True},
+        {"model": Branches, "find_unused_parameters": True, "gradient_as_bucket_view": True},
+    ):
+        for compressor in (dgcopt.DGC(1.0), dgcopt.CSC(1.0)):
+            assert_close(run(compressor, **settings), run(None, **settings))
+
+
 @scenario
 def parameters_in_any_memory_order() -> None:
     for compressor in (dgcopt.NoCompression(), dgcopt.DGC(0.1), dgcopt.DGC(1.0)):

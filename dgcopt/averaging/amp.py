@@ -26,7 +26,7 @@ class ScaledSteps:
     @torch.no_grad()
     def before_step(self, params: Iterable[Tensor]) -> None:
         """Unscale gradients, or hide them from a step that must be skipped."""
-        if self._skips:  # an exception has ended that step, and its gradients are old
+        if self._skips:  # an exception ended the skipped step: its gradients are stale
             self._hidden, self._skips = HiddenGradients(), False
         found, scale = (getattr(self._optimizer, name, None) for name in ("found_inf", "grad_scale"))
         if self._scales_itself or found is None:

@@ -208,7 +208,7 @@ class Replica:
 
     def mark_synced(self, params: Iterable[Tensor] = (), reached_all: bool = True) -> None:
         """Note the end of a round after which all ranks hold the same values of `params`."""
-        self.steps_since_sync = 0 if reached_all else max(1, self.steps_since_sync)  # some ranks lack it
+        self.steps_since_sync = 0 if reached_all else max(1, self.steps_since_sync)  # some ranks lack the progress
         self.unsynced.difference_update(params)
 
     def rollback(self) -> None:

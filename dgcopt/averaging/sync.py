@@ -282,9 +282,9 @@ class WeightStep(RoundStep):
         ]
 
     def agree_on_arrival(self, arrived: list[NotFinite]) -> Generator[Handle, Tensor, list[NotFinite]]:
-        """See `Step`. Raises PayloadError where only this rank knows it, and does not meet the others."""
+        """See `Step`. Raises PayloadError in gossip, where the other ranks do not know of it."""
         step = self.round.local_step
-        arrived = yield from super().agree_on_arrival(arrived)  # which asks only ranks that hold shards
+        arrived = yield from super().agree_on_arrival(arrived)  # asks only ranks with shards of one replica
         if self.round.rule.arrives_alike(step):
             return arrived
         if self.votes:
@@ -307,7 +307,7 @@ class WeightStep(RoundStep):
         self.scheduler.telemetry.count_skipped()
 
     def commit(self, finished: Sequence[FinishedExchange]) -> None:
-        # that of others, which a rank without data must then spread as its own
+        # a rank without data passes on the progress of others
         self._brings_progress = self.has_progress() or any(map(_changes_weights, finished))
         if self.round.overlaps:
             self._unapplied = finished

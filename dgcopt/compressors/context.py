@@ -166,7 +166,7 @@ class Context:
         """Return the result of an exchange as a flat tensor of the parameters' dtype; look at a SparseSum's values."""
         if isinstance(result, Tensor):
             return result.to(self.dtype)
-        if result.messages:  # a dense result is not looked at
+        if result.messages:  # a dense result is not checked
             arrived = pad_sequence([values for _, values in result.messages], batch_first=True)
             self.checks.check_finite(arrived, arrived if len(arrived) == self.size else None)
         return result.add_to(torch.zeros(self.numel, dtype=self.dtype, device=self.device))

@@ -58,8 +58,8 @@ SUMS = "residual of the owner"
 
 log = logging.getLogger("dgcopt")
 
-# Seconds on one core, measured by bench_reduce.py: to read one coordinate of a message, or one element of a vector of
-# 50,000; to pass over one element of an owner's shard; and to code and read a bucket's messages one more time.
+# Seconds on one core, measured by bench_reduce.py: to decode one coordinate of a message, or one element of a vector
+# of 50,000; to pass over one element of an owner's shard; to encode and decode a bucket's messages once more.
 _READING, _READING_ELEMENT, _PASSING, _CODING = 20e-9, 3e-9, 2e-9, 1e-3
 
 _SIGMAS = 2  # room for random numbers of coordinates per owner: less than 1% are omitted

@@ -48,7 +48,7 @@ class Refusal:
     def replace(self, message: Tensor) -> None:
         """Overwrite the owner's message to all ranks."""
         words = torch.tensor([*_MARK, 2 * (self.sender % _RANKS) + self.readable], dtype=torch.int16)
-        refusal = words.view(torch.uint8)[: len(message)].to(message.device)  # one without a sender, in a tiny bucket
+        refusal = words.view(torch.uint8)[: len(message)].to(message.device)  # a tiny bucket has no room for the sender
         message[: len(refusal)] = refusal
 
 
@@ -98,7 +98,7 @@ def gather_from_owners(message: Tensor, refusal: Refusal | None, ctx: Context) -
     for owner in refusing:
         messages[owner] = 0  # valid in every code
         sender, readable = divmod((*words[owner], -1)[len(_MARK)], 2)
-        is_known = 0 <= sender < ctx.size  # NaN in the owner's own message begins alike
+        is_known = 0 <= sender < ctx.size  # NaN in the owner's own message has the same mark
         if readable or not is_known:
             ctx.checks.refuse([ranks[sender] if is_known else owner])
         else:

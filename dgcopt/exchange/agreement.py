@@ -48,7 +48,7 @@ def announced(
             if like is not None and like.group != "world":  # some ranks do not take part in it
                 collective.send_beside(like)
 
-        return watched(compare([words], rank, f"what {label} sends", SAME_MESSAGES), send_like)
+        return watched(compare([words], rank, f"messages of {label}", SAME_MESSAGES), send_like)
 
     def carry(collective: Collective) -> Exchange:
         own = [f"{name}={getattr(collective, name)!r}" for name in ("op", "root") if hasattr(collective, name)]

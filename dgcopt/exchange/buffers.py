@@ -75,7 +75,7 @@ class Buffers:
         self.model = model
         self.every = check_whole(every, "every", 1)
         self.how = how
-        self._compared: WeakKeyDictionary[Comm, int] = WeakKeyDictionary()  # by wire, the membership that has
+        self._compared: WeakKeyDictionary[Comm, int] = WeakKeyDictionary()  # membership, by wire
         if not self._found():
             raise ConfigError(
                 "the model has no buffers to synchronise. Remove sync_buffers (layer norm and "
@@ -92,18 +92,18 @@ class Buffers:
         Raises MismatchError, on all ranks, at the first step if their buffers or settings differ.
         """
         found = self._found()
-        if self._compared.get(comm) != comm.generation:  # a rank that has come back compares for the first time
+        if self._compared.get(comm) != comm.generation:  # a restarted rank has not compared yet
             lines = [f"buffers: {self.how}, every {self.every} steps"]
             lines += [f"buffer {name}: {buffer.dtype} {tuple(buffer.shape)}" for name, buffer in found.items()]
             yield from compare(lines, comm.rank, "buffers")
             self._compared[comm] = comm.generation
         if step % self.every:
             return
-        told = yield AllGather(torch.tensor([active]), group="control", label="who has seen data")
+        told = yield AllGather(torch.tensor([active]), group="control", label="ranks with data")
         there = told.flatten().nonzero().flatten().tolist()
         if not there:
             return
-        in_shards = comm.size_of("replica") > 1  # whose ranks have seen other data each
+        in_shards = comm.size_of("replica") > 1  # ranks of one replica have different data
         averaged = [b for b in found.values() if self.how == "mean" and b.is_floating_point()]
         for dtype in sorted({buffer.dtype for buffer in averaged}, key=str):
             alike = [buffer for buffer in averaged if buffer.dtype == dtype]

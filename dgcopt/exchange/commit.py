@@ -192,7 +192,7 @@ def _check_positions(result: SparseSum, context: Context, label: str, checks: Ch
         )
 
     arrived = [positions for positions, _ in result.whole if len(positions)]
-    if arrived:  # looked at together: on a GPU every operation is a launch
+    if arrived:  # one check for all: on a GPU every operation is a launch
         together = arrived[0] if len(arrived) == 1 else torch.cat(arrived)
         checks.expect(~context.tensors.outside(together), problem)
 
@@ -203,7 +203,7 @@ def _to_check(one: FinishedExchange, sums: bool) -> list[Tensor]:
         found += [values for _, values in result.whole]
     elif result is not None and (sums or result.is_sparse):
         if one.context is not None and not result.is_sparse:
-            one.context.tensors.clear_gaps(result)  # in which each rank's may hold something else
+            one.context.tensors.clear_gaps(result)  # gaps may differ between ranks
         found.append(values_of(result))
     return found
 

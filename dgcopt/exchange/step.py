@@ -230,7 +230,7 @@ class Step:
         """Cast this rank's ballot, and return the verdict of all ranks."""
         self.scheduler.begin_step()
         ballot, through = self.ballot(final), self.scheduler.through
-        # ranks that have started other numbers of collectives would take one message for another
+        # ranks that have started different numbers of collectives would confuse messages
         ballot = replace(ballot, trained=ballot.trained ^ (self.scheduler.before_step & 0xFFFFFFFF))
         if not (yield from through(in_whole_replica(ballot.finite, self.comm, "vote of shards", ballot))):
             ballot = replace(ballot, finite=False)
@@ -255,7 +255,7 @@ class Step:
             self.abort(Aborted(arrived=arrived))
             return
         flush = self.flush(used)
-        if flush is not None:  # with its sums to come, committed memory is no more than half of the step
+        if flush is not None:  # committed memory is half of the step; the flush is the other half
             prepare_memory(finished)
             self.marker.begin(self.changes)
             commit_memory(finished, self.scheduler.telemetry)

@@ -157,7 +157,7 @@ class GradientStep(Step):
         """Launch nothing before the vote from now on, because gradients are scaled until then."""
         self.early.stop()
         if self.outgoing.launched:
-            self.outgoing.mark_stale()  # scaling gradients back does not count as a change
+            self.outgoing.mark_stale()  # unscaling gradients does not count as a change
 
     def wait_for_vote_if_unscaled(self) -> None:
         """Launch nothing before the vote from now on; relaunch exchanges of gradients unscaled since their launch."""
@@ -436,13 +436,13 @@ class GradientStep(Step):
     def _lay_out(self) -> Job:
         """Compare parameters, and lay out buckets by the order in which gradients became ready.
 
-        Memory of parameters in the buckets before waits in the store for the new ones.
+        The store keeps memory of parameters in the old buckets for the new ones.
         """
         through, settings, layout = self.scheduler.through, self.settings, self.outgoing.layout
         trained = self._trained()
         named = [(self.names[param], param) for param in trained]
-        wanted = () if layout.buckets or layout.sparse else layout.order  # which was restored
-        if {*wanted} != {name for name, _ in named}:  # other parameters are trained since: as if it never stopped
+        wanted = () if layout.buckets or layout.sparse else layout.order  # restored from a state
+        if {*wanted} != {name for name, _ in named}:  # other parameters are trained now: use the gradient-ready order
             wanted = ()
         self.replace_layout(wanted)
         sizes = bucket_sizes(settings, self.compressor, named)
@@ -461,7 +461,7 @@ class GradientStep(Step):
         """Compare `lines`, the optimizer's state and weights before the first step over this wire."""
         through, rank, on_divergence = self.scheduler.through, self.comm.rank, self.settings.on_divergence
         start = self._groups.describe() + self.wrapped.describe_start(warn=rank == 0)
-        title = "what ranks start from"
+        title = "initial state"
         if on_divergence == "warn":
             yield from through(compare(lines, rank, "parameters"))
             try:

@@ -155,7 +155,7 @@ class OutgoingBuckets:
         self.fill_rest()
         if self._prepares_gradients:
             self._prepare([(bucket.grad, bucket) for bucket in self.layout.buckets])
-        certain = used is None and not self.scheduler.comm.survives  # otherwise memory may have to stay as it is
+        certain = used is None and not self.scheduler.comm.survives  # an uncertain step must not change memory
         launches = (self._exchange(bucket, certain, together) for bucket in rest)
         if self.compressor.in_turn or self.layout.launches_early:
             for pending, exchange in launches:

@@ -476,7 +476,7 @@ class Stepping:
 def _total_loss(pair: Tensor, comm: Comm) -> Exchange:
     """Return the sums over all ranks of losses, and of the ranks that have one."""
     pair = yield AllReduce(pair, op="sum", label="loss")
-    if comm.size_of("replica") > 1:  # whose ranks have other data each
+    if comm.size_of("replica") > 1:  # ranks of one replica have different data
         pair = yield AllReduce(pair, op="sum", group="replica", label="loss over shards")
     return pair
 

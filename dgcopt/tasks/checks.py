@@ -53,7 +53,7 @@ def check_settings(settings: Any) -> None:
         return
     no_compression: Any = fields["compressor"].default_factory
     if not isinstance(settings.compressor, no_compression):
-        raise ConfigError("compressor is for gradients; what averaging sends is for its init_args to say")
+        raise ConfigError("compressor is for gradients. Set the compressor of averaging in its init_args (compression)")
     if given := [name for name in OF_GRADIENTS if getattr(settings, name) != fields[name].default]:
         raise ConfigError(f"for averaged gradients only: {', '.join(given)}. Leave out with averaging")
 

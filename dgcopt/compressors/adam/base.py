@@ -106,7 +106,7 @@ class FrozenAdam(Wrapper):
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         if not self._travels_as_momentum(ctx):
-            ctx.memory.keep_unsent()  # it consists of momentum, and waits for momentum to be sent again
+            ctx.memory.keep_unsent()  # unsent momentum stays until momentum is sent again
             return (yield AllReduce(grad, op=ctx.op))
         momenta = self._momenta(ctx)
         if self.inner.mixes and len(momenta) == 1:

@@ -67,8 +67,8 @@ class CSC(MomentumCorrected):
         missing = chunks * length // BLOCK - len(norms_of_blocks)  # in the last chunk, which may be shorter
         norms = torch.nn.functional.pad(norms_of_blocks, (0, missing)).view(chunks, -1).sum(1)
 
-        norms.clamp_(max=largest_addend(norms.dtype, ctx.size))  # finite values may have a norm that is not
-        norms = yield AllReduce(norms, op="average")  # whose order is that of the sums, in the range of float16
+        norms.clamp_(max=largest_addend(norms.dtype, ctx.size))  # finite values may have an infinite norm
+        norms = yield AllReduce(norms, op="average")  # the order of the sums, without overflow in float16
         ctx.checks.check_finite(norms)
         chosen = norms.sort(descending=True, stable=True).indices[:count].sort().values
         whole = ctx.numel // length

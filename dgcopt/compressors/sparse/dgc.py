@@ -239,7 +239,7 @@ class DGC(MomentumCorrected):
 
 
 def _mask(u: Tensor, sent: Tensor, fits: Tensor | None) -> None:
-    """Factor masking: clear the momentum of coordinates that travel."""
+    """Factor masking: clear the momentum of coordinates in the message."""
     if fits is None:
         clear_at(u, sent)
     else:

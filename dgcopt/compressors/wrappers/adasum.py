@@ -73,7 +73,7 @@ class Adasum(Compressor):
             distance *= 2
         if ctx.size > 1:
             damaged = yield AllReduce(damaged, op="min")
-            # later rounds hand NaN on: only its first senders are named
+            # later rounds pass NaN on: name only its first senders
             is_first = damaged.isfinite() & (damaged == damaged.amin())
             marks = torch.where(is_first | damaged.isnan(), torch.nan, 0.0)
             ctx.checks.check_finite(marks, marks.unsqueeze(1))

@@ -90,7 +90,7 @@ def layered() -> nn.Module:
 def bytes_are_counted(comm: Comm) -> None:
     """The ledger of a step equals what can be worked out with pencil and paper, whatever is accumulated."""
     n = comm.size
-    # order: 4 int64, broadcast; sparse: 4 int32, reduced; hash of what ranks start from; digests of 4 parameters
+    # order: 4 int64, broadcast; sparse: 4 int32, reduced; hash of initial state; digests of 4 parameters
     # over Gloo each rank sends the few whole numbers that are reduced, and its vote, to all others
     few = {nbytes: nbytes * (n - 1) if comm.wire == "torch" else 2 * nbytes * (n - 1) // n for nbytes in (16, 44)}
     agreement, vote = [4 * 8 * (n - 1) // n, few[16], 32 * (n - 1), 4 * 16 * (n - 1)], few[44]

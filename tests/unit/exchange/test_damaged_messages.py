@@ -116,7 +116,7 @@ def test_the_messages_of_agreement_sparse_gradients_buffers_and_uneven_data() ->
         attempt(uneven, seed)
         seen += damaged.seen
     expected = {"order of gradients", "sparse gradients", "vote", "vote in detail", "learning rates", "buffers"}
-    expected |= {"means of buffers", "who has seen data", "hash of what ranks start from", "digests of parameters"}
+    expected |= {"means of buffers", "ranks with data", "hash of initial state", "digests of parameters"}
     found = {re.sub(r"^optimizer\s+", "", kind) for kind in kinds(seen)}
     assert expected <= found, expected - found
     assert any(kind.startswith("sparse gradient ") for kind in found)

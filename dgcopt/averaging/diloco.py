@@ -135,8 +135,8 @@ class DiLoCo(Averaging):
         sparse = [part for part in parts if getattr(part, "ratio", 1.0) < 1]
         if delay and sparse:
             log.warning(
-                "dgcopt: DiLoCo(delay=%d) applies outer gradients late, and most of them later still, from the "
-                "residual of %r: compare the loss with delay=0, or send more",
+                "dgcopt: DiLoCo(delay=%d) delays outer gradients, and the residual of %r delays most of them further: "
+                "compare the loss with delay=0, or raise the ratio",
                 *(delay, sparse[0]),
             )
         if not is_number(alpha) or not 0 <= alpha <= 1:
@@ -179,7 +179,7 @@ class DiLoCo(Averaging):
     def check(self, comm: Comm, names: Sequence[str]) -> None:
         if self.quorum is not None and not comm.survives and comm.size > 1:
             raise ConfigError(
-                f"{type(self).__name__}(quorum={self.quorum}) lets rounds go on without late ranks, which needs "
+                f"{type(self).__name__}(quorum={self.quorum}) closes rounds without late ranks and needs "
                 f"dgcopt.init(survive=True)"
             )
 
@@ -427,7 +427,7 @@ class OuterSync(Sync):
             )
         if len(entry["outers"]) != len(self.outers):
             raise ConfigError(
-                f"the state has {len(entry['outers'])} fragments, this DiLoCo {len(self.outers)}. Set fragments alike."
+                f"the state has {len(entry['outers'])} fragments, this DiLoCo {len(self.outers)}. Set the same number."
             )
         # a single rank saves no memory; residuals since then must not stay
         nothing = kept_by(self.round.comm.rank, self.round.comm.size)
@@ -447,7 +447,7 @@ class OuterSync(Sync):
         if fragments != entry["fragments"]:
             log.warning(
                 "dgcopt: rank %d: parameters were added at another time than in the run that saved this state, so some "
-                "are in other fragments: they take their next outer step in the turn of those",
+                "are in other fragments now and take their next outer step with those",
                 self.round.comm.rank,
             )
         group_of, state_of = dict[str, Any](), dict[str, Any]()

@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from .costs import Recipe, conditions_of, ddp_recipes, record_recipe
 from .models import Model
 from .timeline import Timeline, break_even, fill_buckets, timeline
-from .wire import Network, Wire
+from .wire import Fitted, Network, Wire
 
 __all__ = [
     "ACCURACY",
@@ -196,6 +196,9 @@ def predict(
         below = None
         if limits and recipe.name not in BASELINES and setting.size > 1:
             below = _break_even(setting, recipe, dense, latency)
+            loses = step.seconds > MARGIN * min(setting.step(one).seconds for one in dense)
+            if below is not None and loses and isinstance(setting.wire, Fitted):  # paper says it pays, measurements not
+                below = min(below, setting.wire.fastest("world"))
         bare = setting.model.seconds + recipe.low.step / setting.speed
         exposed = max(0.0, step.seconds - bare)
         found.append(Prediction(recipe.name, recipe.accuracy, step.seconds, exposed, step.sent, below))

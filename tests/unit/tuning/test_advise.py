@@ -19,7 +19,7 @@ from dgcopt.tuning.commands import bytes_per_second, seconds_of
 from dgcopt.tuning.costs import Recipe, Recording, load_recipes, save_recipes
 from dgcopt.tuning.models import Model, known_models, model_on_paper
 from dgcopt.tuning.timeline import Round
-from dgcopt.tuning.wire import HALF, Network
+from dgcopt.tuning.wire import HALF, KINDS, Fitted, Network, fit
 
 FP32 = Prediction("DDP fp32", "exact", 2.0, 1.0, 100.0)
 BF16 = Prediction("DDP bf16", "rounded", 1.0, 0.5, 50.0)
@@ -80,6 +80,22 @@ def test_compression_pays_below_its_break_even_bandwidth_and_loses_above() -> No
     fast = predict(Setting(toy(), 4, Network(1e-6, 1e12)), RECIPES)
     assert recommend(fast)[0].name.startswith("DDP")
     assert all(one.pays_below is None for one in predict(slow, RECIPES, limits=False))
+
+
+def test_no_exchange_pays_above_the_rate_of_a_measured_link_on_which_it_loses() -> None:
+    """On paper an allgather waits for one message and an allreduce for six; here it took longer, as with tiny models."""
+    sizes = (64.0, 1e6, 1e7)
+    fits = {(kind, "world"): fit(sizes, [1e-3 + size / 1e9 for size in sizes], 4) for kind in KINDS}
+    fits["AllGather", "world"] = fit(sizes, [2e-2 + size / 1e9 for size in sizes], 4)
+    wire = Fitted(fits)
+    setting = Setting(toy(), 4, wire)
+    small = recipe("small", "AllGather", 64.0, 0.0, "delayed")
+    assert setting.step(small).seconds > setting.step(RECIPES[1]).seconds
+    (found,) = [one for one in predict(setting, [*RECIPES[:2], small]) if one.name == "small"]
+    assert found.pays_below == wire.fastest("world")
+    fits["AllGather", "world"] = fit(sizes, [1e-5 + size / 1e9 for size in sizes], 4)
+    (found,) = [one for one in predict(setting, [*RECIPES[:2], small]) if one.name == "small"]
+    assert found.pays_below is not None and found.pays_below > wire.fastest("world")
 
 
 def test_the_sentence_the_table_and_the_limit_compare_with_the_fastest_dense_exchange_that_is_allowed() -> None:

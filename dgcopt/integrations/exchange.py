@@ -101,7 +101,7 @@ def read(folder: str | Path) -> Parts:
     """
     found = None if "://" in str(folder) else checkpoint.load(folder)
     if found is None:
-        log.warning("dgcopt: there is no %s: training resumes, and what ranks had not sent starts from zero", folder)
+        log.warning("dgcopt: there is no %s: training resumes, and each rank's residual starts from zero", folder)
     return found[1] if found else {}
 
 
@@ -158,7 +158,7 @@ class Exchange:
         if "://" in str(folder):
             log.warning(
                 "dgcopt: %s is no local path, so only the framework's checkpoint is written: training that resumes "
-                "from it loses what the ranks have not sent",
+                "from it starts with residuals of zero",
                 folder,
             )
             return
@@ -239,7 +239,7 @@ class Exchange:
         if own is not None:  # the framework's files were written again, and the parts were not
             log.warning(
                 "dgcopt: the ranks' parts are of another checkpoint than the optimizer's state: training resumes "
-                "without them, and what ranks had not sent starts from zero"
+                "without them, and each rank's residual starts from zero"
             )
             self._loaded = {"optimizers": dict.fromkeys(expected)}
         averaged = {key for key, value in state_dict.items() if isinstance(value, dict) and STATE_KEY in value}

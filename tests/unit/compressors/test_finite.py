@@ -255,15 +255,14 @@ def test_a_damaged_message_ends_the_step_on_all_ranks_alike(
     name: str, damage: Damage, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each message of a step in turn. Afterwards all is as before, and the next step works."""
-    ended = number = 0
-    while True:
+    ended, number, messages = 0, 0, 1
+    while number < messages:
         ranks = struck_world(name)
         before = kept(ranks, name not in ABSORBS)
         sent = strike(ranks.comms[1], number, damage)
         caplog.clear()
         errors = finish_step(ranks, 2)
-        if number >= len(sent):
-            break
+        struck = len(sent)
         told = f"{sent[number].describe()}: {errors}"
         skipped = [optimizer.telemetry.skipped for optimizer in ranks.optimizers]
         if errors or any(skipped):
@@ -279,6 +278,8 @@ def test_a_damaged_message_ends_the_step_on_all_ranks_alike(
         elif damage is all_bits and sent[number].tensor.dtype != torch.int64:  # of counts the largest is true
             raise AssertionError(f"{told} was not noticed")
         assert finish_step(ranks, 3) == [], told
+        messages = len(sent) - struck  # of a step that nothing has ended early
+        assert struck <= messages, told
         ranks.assert_replicas_equal()
         for optimizer, held in zip(ranks.optimizers, kept(ranks), strict=True):
             assert synchronised(optimizer).engine.step == 2 + (not errors and not any(skipped)) + 1, told

@@ -1,7 +1,7 @@
 """`dgcopt run`: one command in front of torchrun, horovodrun, mpirun and srun.
 
-It builds the command line, with settings that are easy to forget, and becomes that command. It has no protocol of its
-own. `--dry-run` shows the command.
+It builds the launcher's command line, with settings that are easy to forget, and replaces this process by it. It adds
+no protocol. `--dry-run` prints the command.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ INSTALL = {
 }
 
 DESCRIPTION = """\
-Starts a training script on several ranks, on this machine or on others, by the launcher that is chosen: builds its
-command line and becomes it, so that signals and the exit status are its own. Options stand before the script.
+Starts a training script on several ranks, on this machine or on others. Builds the launcher's command line and replaces
+itself by it, so signals and the exit status are the launcher's. Put options before the script.
 
   dgcopt run -np 4 train.py --config ...                    4 ranks here
   dgcopt run -H node1:2,node2:2 train.py                    on two machines, over ssh
   dgcopt run -np 2 --nnodes 1:4 --max-restarts 3 --rdzv-endpoint node1:29400 train.py
                                                             on each of 1 to 4 machines, elastic
   dgcopt run --launcher horovodrun -np 4 train.py           or mpirun, or srun
-  dgcopt run --survive -np 4 train.py                       train on when ranks die; they come back
-  dgcopt run train.py                                       in a pod of Kubeflow's PyTorchJob, which says the rest
+  dgcopt run --survive -np 4 train.py                       continue when ranks die, and restart them
+  dgcopt run train.py                                       in a pod of Kubeflow's PyTorchJob
 """
 
 
@@ -115,31 +115,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     parser.usage = "dgcopt run [options] train.py ..."
     option = parser.add_argument
-    option("-np", type=int, metavar="N", help="ranks in all; with --nnodes, ranks on each machine")
-    option("-H", "--hosts", metavar="HOST:N,...", help="machines, and how many ranks each may have")
+    option("-np", type=int, metavar="N", help="total number of ranks; with --nnodes, ranks of this machine")
+    option("-H", "--hosts", metavar="HOST:N,...", help="machines, and the largest number of ranks on each")
     option(
-        "--hostfile", metavar="FILE", help="the same, a line `HOST slots=N` or `HOST:N` each, or `HOST` once per rank"
+        "--hostfile", metavar="FILE", help="file of machines: lines `HOST slots=N` or `HOST:N`, or `HOST` once per rank"
     )
-    option("--nnodes", metavar="MIN[:MAX]", help="this command is given on so many machines; torchrun only")
+    option("--nnodes", metavar="MIN[:MAX]", help="number of machines; run this command on each; torchrun only")
     option(
         "--rdzv-endpoint",
         metavar="HOST:PORT",
-        help="rendezvous of all machines: the first, and a free port; [ADDRESS]:PORT for IPv6",
+        help="the first machine and a free port on it; [ADDRESS]:PORT for IPv6",
     )
-    option("--max-restarts", type=int, metavar="N", help="start all ranks anew so many times; torchrun only")
-    option("--survive", action="store_true", help="train on when a rank dies, and start it anew alone: docs/survive.md")
-    option("--restart-after", type=float, metavar="S", help="with --survive: seconds from a death to the next start")
-    option("--launcher", choices=LAUNCHERS, help="torchrun, or within a Slurm allocation srun, if left out")
+    option("--max-restarts", type=int, metavar="N", help="number of restarts after failures; torchrun only")
+    option("--survive", action="store_true", help="keep the other ranks running when a rank dies: docs/survive.md")
+    option("--restart-after", type=float, metavar="S", help="with --survive: seconds until a dead rank restarts")
+    option("--launcher", choices=LAUNCHERS, help="default: torchrun, and srun inside a Slurm allocation")
     option(
         "--launcher-args",
         default="",
         metavar="ARGS",
-        help='more options of the launcher itself, in one word; a single one with "=", as in --launcher-args=--verbose',
+        help='further options for the launcher, as one word; a single one with "=": --launcher-args=--verbose',
     )
-    option("--threads", type=int, metavar="N", help="OMP_NUM_THREADS of each rank; the cores shared out, if left out")
+    option("--threads", type=int, metavar="N", help="OMP_NUM_THREADS of each rank; default: cores divided by ranks")
     option("--interface", metavar="NAME", help="the network interface of all collectives, such as eth0")
     option("--ssh-port", type=int, metavar="PORT", help="the machines' ssh port")
-    option("--dry-run", action="store_true", help="show the command, and start nothing")
+    option("--dry-run", action="store_true", help="print the command and start nothing")
     option("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     option("program", nargs=argparse.REMAINDER, help="the script and its arguments")
 

@@ -68,9 +68,9 @@ bytes by bucket, ratio, norm of the residual, skipped steps, and choices of comp
   dgcopt report runs/digits runs/digits-2 --output report.html
 """
 DOCTOR = """\
-Measures a model's step, the link, and the cost of every exchange on the ranks that are running, predicts a step with
-each, and recommends one. Start it on all ranks, as a training script. With --script, after all other options, a script
-of your own takes some steps, unchanged, and is then ended.
+Measures a model's step, the link, and the cost of every exchange on running ranks, predicts a step with each, and
+recommends one. Start it on all ranks, as a training script. With --script, after all other options, your own script
+runs unchanged for some steps and is then ended.
 
   torchrun --nproc-per-node 4 -m dgcopt doctor --model torchvision.models:resnet50 --batch 32 --input 3,224,224
   torchrun --nproc-per-node 4 -m dgcopt doctor --script train.py --config configs/tasks/digits.yaml
@@ -104,28 +104,34 @@ def add_commands(commands: Any) -> None:
     )
     probing.add_argument("--seconds", type=float, default=8.0, help="time for all measurements (default: 8)")
     probing.add_argument("--deadline", type=float, default=60.0, help="seconds to wait for the other ranks")
-    probing.add_argument("--json", type=Path, help="file for the measurements (dgcopt.tuning.probe.load_probe)")
+    probing.add_argument(
+        "--json", type=Path, help="save the measurements to this file (dgcopt.tuning.probe.load_probe)"
+    )
 
     advising = commands.add_parser(
         "advise", help="predict whether compression pays, without a cluster", description=ADVISE, formatter_class=form
     )
     advising.add_argument("--ranks", type=int, required=True, help="number of ranks")
-    advising.add_argument("--link", type=bytes_per_second, required=True, help="of a machine, such as 1gbit")
-    advising.add_argument("--latency", type=seconds_of, default=1e-4, help="of a message (default: 100us)")
+    advising.add_argument(
+        "--link", type=bytes_per_second, required=True, help="bandwidth of a machine's link, such as 1gbit"
+    )
+    advising.add_argument("--latency", type=seconds_of, default=1e-4, help="latency of a message (default: 100us)")
     advising.add_argument("--model", required=True, help="resnet50, vgg16, bert_base, gpt2_small, vit_s, or "
                           "module:callable that returns the model")  # fmt: skip
-    advising.add_argument("--step", type=float, help="seconds of forward and backward on your device; those of a named "
-                          "model on one RTX 3090 by default")  # fmt: skip
-    advising.add_argument("--local-ranks", type=int, default=1, help="ranks of a machine (default: 1)")
-    advising.add_argument("--speed", type=float, help="your device's memory bandwidth over this one's; 1, for "
-                          "a named model an RTX 3090's over that of a core here, by default")  # fmt: skip
-    advising.add_argument("--tree", action="store_true", help="collectives take the faster of ring and tree, as NCCL's")
+    advising.add_argument("--step", type=float, help="seconds of forward and backward on your device; default for a "
+                          "named model: those of one RTX 3090")  # fmt: skip
+    advising.add_argument("--local-ranks", type=int, default=1, help="ranks per machine (default: 1)")
+    advising.add_argument("--speed", type=float, help="your device's memory bandwidth over this machine's; "
+                          "default: 1; for a named model an RTX 3090's over that of a core here")  # fmt: skip
+    advising.add_argument("--tree", action="store_true", help="predict the faster of ring and tree, as NCCL chooses")
     advising.add_argument("--allow", nargs="+", choices=ACCURACY, default=ACCURACY, help="accuracy classes")
     advising.add_argument("--candidates", nargs="+", help="some of the exchanges only")
-    advising.add_argument("--costs", type=Path, help="file of costs that were recorded before, in place of recording")
-    advising.add_argument("--save-costs", type=Path, help="file for the recorded costs")
-    advising.add_argument("--json", type=Path, help="file for the predictions")
-    advising.add_argument("--plot", type=Path, help="figure of the exchange to use over bandwidth and ranks")
+    advising.add_argument("--costs", type=Path, help="load costs from this file instead of recording them")
+    advising.add_argument("--save-costs", type=Path, help="save the recorded costs to this file")
+    advising.add_argument("--json", type=Path, help="save the predictions to this file")
+    advising.add_argument(
+        "--plot", type=Path, help="draw the recommended exchange over bandwidth and ranks to this file"
+    )
 
     reporting = commands.add_parser(
         "report", help="write one HTML page about runs of train.py", description=REPORT, formatter_class=form
@@ -134,21 +140,21 @@ def add_commands(commands: Any) -> None:
     reporting.add_argument("--output", type=Path, default=Path("report.html"), help="file (default: report.html)")
 
     healing = commands.add_parser(
-        "doctor", help="measure everything on running ranks and recommend", description=DOCTOR, formatter_class=form
+        "doctor", help="measure on running ranks, and recommend an exchange", description=DOCTOR, formatter_class=form
     )
     measured = healing.add_mutually_exclusive_group(required=True)
     measured.add_argument("--model", help="module:callable that returns the model")
     measured.add_argument("--script", nargs=argparse.REMAINDER, metavar="train.py ...", help="training script with its "
                           "arguments, in place of a model; the last option")  # fmt: skip
-    healing.add_argument("--steps", type=int, default=STEPS, help=f"of the script (default: {STEPS})")
-    healing.add_argument("--batch", type=int, default=BATCH, help=f"samples of a rank in a step (default: {BATCH})")
+    healing.add_argument("--steps", type=int, default=STEPS, help=f"steps of the script to run (default: {STEPS})")
+    healing.add_argument("--batch", type=int, default=BATCH, help=f"samples per rank and step (default: {BATCH})")
     healing.add_argument("--input", type=shape_of, default=SAMPLE, help="shape of a sample (default: 3,224,224)")
-    healing.add_argument("--vocab", type=int, help="samples are token numbers below this one, not real numbers")
+    healing.add_argument("--vocab", type=int, help="samples are token ids below this number, not floats")
     healing.add_argument("--seconds", type=float, default=8.0, help="time to measure the link (default: 8)")
     healing.add_argument("--deadline", type=float, default=300.0, help="seconds to wait for the other ranks")
     healing.add_argument("--allow", nargs="+", choices=ACCURACY, default=ACCURACY, help="accuracy classes")
     healing.add_argument("--candidates", nargs="+", help="some of the exchanges only")
-    healing.add_argument("--json", type=Path, help="file for all that was measured and predicted")
+    healing.add_argument("--json", type=Path, help="save measurements and predictions to this file")
 
 
 def shape_of(text: str) -> tuple[int, ...]:

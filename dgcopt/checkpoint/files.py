@@ -135,5 +135,7 @@ def sha256_of(path: Path) -> bytes:
 def flush_folder(path: Path) -> None:
     with contextlib.suppress(OSError):  # not every file system lets a folder be opened
         handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

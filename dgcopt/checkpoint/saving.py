@@ -149,7 +149,10 @@ def _check_can_write(directory: Path, step: int) -> None:
 
 def _announce(unfinished: Path, step: int, size: int, number: int) -> None:
     """Make the folder of a save in progress, with a manifest that names its writer."""
+    missing = [folder for folder in unfinished.parents if not folder.exists()]
     unfinished.mkdir(parents=True)
+    for folder in missing:  # a machine that goes down must not lose the new folder around a flushed checkpoint
+        flush_folder(folder.parent)
     try:
         write_text(unfinished / MANIFEST, manifest_text(step, size, number))
     except BaseException:  # such as a full disk: without a manifest, no later save may delete it

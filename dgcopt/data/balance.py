@@ -25,6 +25,7 @@ __all__ = ["LoadBalancingDistributedBatchSampler", "LoadBalancingDistributedSamp
 
 
 _COSTS = "checksum_of_costs"
+_BATCHES = "checksum_of_batches"
 
 
 class Resumable:
@@ -251,6 +252,7 @@ class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
         self.sampler = sampler
         self.batch_fn = batch_fn
         self._batches: tuple[tuple[int, int, int], list[list[int]]] | None = None
+        self._checked: tuple[range, int] | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -275,7 +277,26 @@ class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
     def state_dict(self, done: int | None = None) -> dict[str, Any]:
         """Return the position in the epoch, as the sampler does; `done` counts batches."""
         self._begin(self.sampler.epoch)
-        return super().state_dict(done)
+        return {**super().state_dict(done), _BATCHES: self._checksum()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume as the sampler does. Raises CheckpointError also if `batch_fn` makes other batches than before."""
+        super().load_state_dict(state)
+        mine = self._checksum()
+        if state.get(_BATCHES, mine) != mine:  # earlier versions saved none
+            self._first = self._handed_out = 0
+            raise CheckpointError(
+                f"batch_fn makes other batches than when this state was saved, so position {state['done']} is another "
+                f"one. Restore it with the same batch_fn, or start with the next epoch."
+            )
+
+    def _checksum(self) -> int:
+        """Checksum of the batches of the dataset's first samples, as many as a rank's: equal on all ranks."""
+        first = range(-(-len(self.sampler.costs) // self.num_replicas))
+        if self._checked is None or self._checked[0] != first:
+            flat = [number for batch in self._made_of([*first]) for number in (len(batch), *batch)]
+            self._checked = first, zlib.crc32(array("q", flat))
+        return self._checked[1]
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.counted(self.batches())
@@ -306,7 +327,10 @@ class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
         return [own[place % len(own)] for place in range(max(counts))]
 
     def _of_rank(self, rank: int) -> list[list[int]]:
-        made = self.batch_fn(self.sampler.of_rank(rank))
+        return self._made_of(self.sampler.of_rank(rank))
+
+    def _made_of(self, samples: list[int]) -> list[list[int]]:
+        made = self.batch_fn(samples)
         made = list(made) if isinstance(made, Iterable) else [made]
         if not all(isinstance(batch, Iterable) for batch in made):
             raise ConfigError(f"batch_fn must make a list of lists of samples, not {made!r:.200}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,7 +104,7 @@ class CachedDataset(Dataset):
             )
 
     def __getitem__(self, index: Any) -> Any:
-        return self.loader.get(int(index), self.dataset.__getitem__)
+        return self.loader.get(operator.index(index), self.dataset.__getitem__)
 
     def __len__(self) -> int:
         return len(self.dataset)

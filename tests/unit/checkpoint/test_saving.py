@@ -30,6 +30,17 @@ def test_round_trip_and_what_is_kept(tmp_path: Path, comm):
     assert checkpoint.load(tmp_path, comm)[1]["epoch"] == 31
 
 
+def test_a_new_directory_is_flushed_into_those_around_it(tmp_path: Path, comm, monkeypatch):
+    """Otherwise a machine that goes down could lose it with the checkpoint in it."""
+    flushed: list[Path] = []
+    monkeypatch.setattr(saving, "flush_folder", flushed.append)
+    checkpoint.save(tmp_path / "run" / "checkpoints", state(1), 1, comm)
+    assert {tmp_path, tmp_path / "run", tmp_path / "run" / "checkpoints"} <= {*flushed}
+    flushed.clear()
+    checkpoint.save(tmp_path / "run" / "checkpoints", state(2), 2, comm)
+    assert tmp_path not in flushed
+
+
 def test_a_later_step_that_is_there(tmp_path: Path, comm):
     """As of an earlier run: what was saved would be deleted as the older one, and never be loaded."""
     for step in (100, 200):

@@ -190,6 +190,20 @@ def test_batches_resume_in_the_middle() -> None:
     assert taken + list(later) == list(expected)
 
 
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_state_of_other_batches_is_refused(uneven: bool) -> None:
+    """Its position counts batches. The state is the same on all ranks, though their batches are not."""
+    both = [LoadBalancingDistributedBatchSampler(each, by_words(120), uneven=uneven) for each in samplers(2)]
+    for each in both:
+        each.set_epoch(2)
+    state = both[0].state_dict(3)
+    assert state == both[1].state_dict(3)
+    other = LoadBalancingDistributedBatchSampler(samplers(2)[1], by_words(60), uneven=uneven)
+    with pytest.raises(dgcopt.CheckpointError, match=r"batch_fn makes other batches .* so position 3 is another"):
+        other.load_state_dict(state)
+    other.load_state_dict({name: value for name, value in state.items() if name != "checksum_of_batches"})
+
+
 def test_batches_follow_an_epoch_that_is_set_on_the_sampler() -> None:
     """Lightning sets that of `batch_sampler.sampler`: it trained on the first epoch's batches in every epoch."""
     direct, through = (LoadBalancingDistributedBatchSampler(samplers(2)[1], by_words(120)) for _ in range(2))

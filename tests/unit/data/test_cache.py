@@ -117,6 +117,14 @@ def test_samples_are_made_once(store: Store) -> None:
     assert other.loader.misses == 0 and other[5]["y"] == (25, "5") and dataset.made == [0, 5, 11, 5]
 
 
+def test_an_index_is_a_whole_number() -> None:
+    cached = CachedDataset(Squares())
+    assert cached[torch.tensor(3)]["y"] == (9, "3")
+    for index in (1.7, torch.tensor(1.7), "1"):
+        with pytest.raises(TypeError):
+            cached[index]
+
+
 def test_samples_that_workers_made_are_there_for_all(tmp_path: Path) -> None:
     cached = CachedDataset(Squares(), f"disk:{tmp_path}", "squares")
     for workers in (2, 0):

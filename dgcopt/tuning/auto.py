@@ -47,27 +47,27 @@ class Auto(Wrapper):
         dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), "auto")
         dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), dgcopt.Auto(allow=("exact", "sparse")))
 
-    The first steps are dense. Then the time of 16 steps, a second at most, goes into a probe of the link, and some into
-    recording costs; up to three candidates, none of them predicted to take more than 1.5 times as long as the best,
-    take turns with the dense exchange, six steps at a time. One that takes 95% of its time or less is kept.
-    Every 64 steps the seconds of a step are compared: after a change by a quarter, twice in a row, all of this is done
-    anew, at most after 4, 8, 16, ... times 64 steps. A log line says the choice and its reason; `reason` keeps it.
+    The first steps are dense. Then the link is probed for the time of 16 steps, at most a second, and costs are
+    recorded. Up to three candidates, predicted to take at most 1.5 times as long as the best one, take turns with the
+    dense exchange, six steps at a time. A candidate that takes 95% of its time or less is kept. Every 64 steps the
+    seconds of a step are compared: after a change by a quarter, twice in a row, the choice is repeated, at the earliest
+    after 4, 8, 16, ... times 64 steps. A log line names the choice and its reason; `reason` keeps it.
 
     Args:
         allow: classes of exchanges by their effect on gradients. "exact": none; "rounded": numbers of fewer bits, all
             sent in this step; "sparse": selected coordinates now, the rest in later steps; "delayed": these, and others
             with error feedback.
-        compressor: the only compressor to use: buckets, overlap and hierarchy are chosen then. None chooses it too.
+        compressor: a fixed compressor, for which buckets, overlap and hierarchy are chosen. None chooses it too.
         trials: a CSV file to which rank 0 appends a row for each candidate of each choice.
 
-    Candidates that send updates in place of gradients, as sparse ones do in front of Adam, are left out: after a change
-    the optimizer's state would differ between ranks. So is `OneBit` in front of Adam and other optimizers that scale
-    each coordinate, as their second moment is then one of rounded gradients (Tang et al., "1-bit Adam",
+    Not tried: candidates that send updates in place of gradients, as sparse ones do in front of Adam, because after a
+    change the optimizer's state would differ between ranks; and `OneBit` in front of Adam and other optimizers that
+    scale each coordinate, because their second moment would be that of rounded gradients (Tang et al., "1-bit Adam",
     arXiv:2102.02888).
 
-    Costs, beside the chosen exchange's, 8 bytes by allreduce per step while candidates are tried, and every 64 steps
-    afterwards. Raises ConfigError for an unknown class, for sharded parameters, for ranks that may be lost
-    (`dgcopt.init(survive=True)`), for a hook with state (`from_ddp_hook`), and where no tuner runs: in DDP's hook, in
+    Costs the cost of the chosen exchange, and an allreduce of 8 bytes per step while candidates are tried, and every 64
+    steps afterwards. Raises ConfigError for an unknown class, for sharded parameters, for
+    `dgcopt.init(survive=True)`, for a hook with state (`from_ddp_hook`), and where no tuner runs: in DDP's hook, in
     averaging, or inside another compressor.
     """
 

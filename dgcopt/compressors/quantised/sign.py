@@ -99,12 +99,13 @@ def majority_vote(ballots: Tensor, result: Tensor, ctx: Context) -> GradientExch
     whole = torch.nn.functional.pad(ballots, (0, missing)) if missing else ballots
     votes = yield AllToAll(whole.view(ctx.size, -1))
     counted = yield AllGather(majority(votes))
-    # a tensor, which the host does not wait for
-    each = result.new_full((1,), ctx.size / ctx.divisor, dtype=torch.float32)
-    place = torch.zeros_like(ctx.tensors.of_block)
+    # one scale for all blocks, made on the device so that the host does not wait
+    scale = result.new_full((1,), ctx.size / ctx.divisor, dtype=torch.float32)
+    scale_of_block = torch.zeros_like(ctx.tensors.of_block)
     for rank, theirs in zip(everyone(ctx.rank, ctx.size), counted, strict=True):
         span = result[rank * part : (rank + 1) * part]
-        put_trits(theirs, part, each, place[: -(-len(span) // BLOCK)], span, "set", rank, ctx.checks)
+        blocks = scale_of_block[: -(-len(span) // BLOCK)]
+        put_trits(theirs, part, scale, blocks, span, "set", rank, ctx.checks)
     return result
 
 

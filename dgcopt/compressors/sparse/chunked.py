@@ -34,7 +34,8 @@ class ChunkedTopK(ScheduledRatio, Sparse):
         ratio: fraction of each chunk to send, in (0, 1]; raise it if accuracy suffers. The last chunk of a tensor is
             shorter and sends at least one coordinate.
         chunk: coordinates per chunk, a multiple of 64; smaller spreads the selection more evenly.
-        values, indices: their codes on the wire; "fp32" and "int32" for less work and 4 times the bytes.
+        values, indices: their codes on the wire; "fp32" and "int32" for less work and 4 times the bytes. If clustered
+            positions exceed the fixed length of Rice codes, the smallest values count as unsent.
         decay: factor of the residual per step; 1 loses nothing.
         error_feedback: False drops unsent coordinates.
         reduce, keep: "gather" sends every rank's selection to all ranks. "owner" keeps bytes flat in the world size,

@@ -71,15 +71,16 @@ class CSC(MomentumCorrected):
         norms = yield AllReduce(norms, op="average")  # the order of the sums, without overflow in float16
         ctx.checks.check_finite(norms)
         chosen = norms.sort(descending=True, stable=True).indices[:count].sort().values
-        whole = ctx.numel // length
-        rows, last = v[: whole * length].view(whole, length), v[whole * length :]
-        full = int((chosen < whole).sum())
-        sent = v.new_zeros(count, length)
-        torch.index_select(rows, 0, chosen[:full], out=sent[:full])
-        sent[full:, : len(last)] = last
-        summing, added = ctx.all_reduce(sent)
-        rows.index_add_(0, chosen[:full], added[:full], alpha=-1)
-        last -= added[full:, : len(last)].sum(0)
+        full = ctx.numel // length  # chunks of full length; the rest is a shorter last chunk, or empty
+        rows, last = v[: full * length].view(full, length), v[full * length :]
+        chosen_rows = chosen[: int((chosen < full).sum())]
+        k = len(chosen_rows)
+        message = v.new_zeros(count, length)
+        torch.index_select(rows, 0, chosen_rows, out=message[:k])
+        message[k:, : len(last)] = last
+        summing, sent = ctx.all_reduce(message)
+        rows.index_add_(0, chosen_rows, sent[:k], alpha=-1)
+        last -= sent[k:, : len(last)].sum(0)
         ctx.keep_residual(v)
         arrived = yield summing
         ctx.checks.check_finite(arrived)

@@ -92,7 +92,7 @@ class ErrorFeedback:
     """Content of v if it is not plain gradients or updates; see `Compressor.residual_content`."""
 
     def start(self, ctx: Context) -> Callable[[Segment], Tensor | None] | None:
-        """Return the function of the initial u of a parameter, None for zero; None in its place without momentum."""
+        """Return a function from a parameter's segment to its initial u, None for zero; None without momentum."""
         return None
 
     def runs(self, segments: Sequence[Segment]) -> list[Run]:
@@ -113,11 +113,11 @@ class ErrorFeedback:
 
     def update_momentum(self, grad: LocalGradient, u: Tensor | None, runs: Sequence[Run]) -> None:
         """Finish `accumulate` after `preview_block_maxima` has written v: update u and clear the gradient."""
-        moved = [run for run in runs if run.rule is not None and run.rule.momentum]
-        for run in moved:
+        with_momentum = [run for run in runs if run.rule is not None and run.rule.momentum]
+        for run in with_momentum:
             assert u is not None and run.rule is not None
             update_momentum(u[run.span], grad.within(run.start, run.stop), run.rule, grad.scale)
-        if len(moved) == len(runs):
+        if len(with_momentum) == len(runs):
             grad.mark_clear()
 
     def _pass(
@@ -289,7 +289,7 @@ class MomentumCorrection(ErrorFeedback):
             state["momentum_buffer"] = u if decayed is None else u + decayed
 
     def start(self, ctx: Context) -> Callable[[Segment], Tensor | None]:
-        """Return the function of the initial u: this rank's part of SGD's momentum buffer from earlier steps."""
+        """Return a function from a segment to its initial u: this rank's part of SGD's momentum buffer."""
         signs, share = functools.cache(self._signs), ctx.divisor / ctx.size / ctx.place.gain
 
         def start(segment: Segment) -> Tensor | None:

@@ -36,7 +36,8 @@ class Threshold(Sparse):
         threshold: a positive number; larger sends less and delays more. Zeros are never sent, however small it is.
         at_most: largest fraction of the bucket's coordinates per step, so that one bad step cannot send everything; the
             smallest stay in the residual.
-        values, indices: their codes on the wire; "int2" and "rice" for fewest bytes.
+        values, indices: their codes on the wire; "int2" and "rice" for fewest bytes. If clustered positions exceed the
+            fixed length of Rice codes, the smallest values count as unsent.
         decay: factor of the residual per step; below 1 old gradients fade instead of arriving late.
         error_feedback: False drops unsent coordinates.
         source: send gradients or updates: see `Compressor.source`. An update is smaller than a gradient by a factor of

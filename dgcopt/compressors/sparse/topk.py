@@ -29,7 +29,8 @@ class TopK(ScheduledRatio, Sparse):
 
     Args:
         ratio: fraction of coordinates to send, in (0, 1]; raise it if accuracy suffers.
-        values, indices: their codes on the wire; "int2" and "rice" for fewest bytes.
+        values, indices: their codes on the wire; "int2" and "rice" for fewest bytes. If clustered positions exceed the
+            fixed length of Rice codes, the smallest values count as unsent.
         decay: factor of the residual per step; below 1 old gradients fade instead of arriving late.
         error_feedback: False drops unsent coordinates.
         reduce, keep: "gather" sends every rank's selection to all ranks. "owner" keeps bytes flat in the world size,

@@ -294,7 +294,7 @@ class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
         """Checksum of the batches of the dataset's first samples, as many as a rank's: equal on all ranks."""
         first = range(-(-len(self.sampler.costs) // self.num_replicas))
         if self._checked is None or self._checked[0] != first:
-            flat = [number for batch in self._made_of([*first]) for number in (len(batch), *batch)]
+            flat = [number for batch in self._made_of([*first], "the first samples") for number in (len(batch), *batch)]
             self._checked = first, zlib.crc32(array("q", flat))
         return self._checked[1]
 
@@ -327,9 +327,9 @@ class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
         return [own[place % len(own)] for place in range(max(counts))]
 
     def _of_rank(self, rank: int) -> list[list[int]]:
-        return self._made_of(self.sampler.of_rank(rank))
+        return self._made_of(self.sampler.of_rank(rank), f"rank {rank}")
 
-    def _made_of(self, samples: list[int]) -> list[list[int]]:
+    def _made_of(self, samples: list[int], whose: str) -> list[list[int]]:
         made = self.batch_fn(samples)
         made = list(made) if isinstance(made, Iterable) else [made]
         if not all(isinstance(batch, Iterable) for batch in made):
@@ -338,7 +338,7 @@ class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
         for place, batch in enumerate(batches):
             if not batch or not all(isinstance(sample, int) for sample in batch):
                 raise ConfigError(
-                    f"batch_fn must make lists of samples, none empty: batch {place} of rank {rank} is {batch}"
+                    f"batch_fn must make lists of samples, none empty: batch {place} of {whose} is {batch}"
                 )
         return batches
 

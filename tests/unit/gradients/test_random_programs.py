@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -66,6 +68,9 @@ class Setup:
     """Two ranks on one machine, one on another."""
     settings: dict[str, Any]
 
+    def wire(self) -> list[Any]:
+        return dgcopt.simulated_world(4, 2) if self.uneven else dgcopt.simulated_world(self.size)
+
     @property
     def takes_over(self) -> bool:
         """True if a compressor takes SGD's momentum over, so that gradients after a step are no plain means."""
@@ -91,6 +96,7 @@ class Step:
         trains: `requires_grad` of the layer to freeze. freezes_after: freeze it between backward and step.
         adds: train the last layer from now on.
         reloads: load the state into newly wrapped optimizers. restores: save the state; the next time load it.
+        fails: fail once on all ranks, before the last buckets are launched.
         by_hand: call `synchronize()`. clips: clip the mean gradient. again: step once more.
     """
 
@@ -106,16 +112,21 @@ class Step:
     adds: bool = False
     reloads: bool = False
     restores: bool = False
+    fails: bool = False
     by_hand: bool = False
     clips: bool = False
     again: bool = False
 
 
 class Program:
-    """Replicas on simulated ranks, and one in this process with a bare optimizer."""
+    """Replicas on simulated ranks, and one in this process with a bare optimizer.
 
-    def __init__(self, setup: Setup) -> None:
+    Programs of as many ranks may share a `wire`: all comms of `Setup.wire`.
+    """
+
+    def __init__(self, setup: Setup, wire: list[Any]) -> None:
         self.setup = setup
+        self.wire = wire
         self.whole = Model(setup.sparse)
         self.params = dict(self.whole.named_parameters())
         first = [name for name in self.params if not name.startswith(("table", "late"))]
@@ -149,13 +160,12 @@ class Program:
     def wrap(self) -> None:
         setup = self.setup
         self.models = [Model(setup.sparse) for _ in range(setup.size)]
-        comms = dgcopt.simulated_world(4, 2) if setup.uneven else dgcopt.simulated_world(setup.size)
         more = {"process_set": range(setup.size)} if setup.uneven else {}
         self.optimizers: list[Any] = [
             dgcopt.DistributedOptimizer(
                 self.make(model), model.named_parameters(), setup.compressor, comm=comm, **setup.settings, **more
             )
-            for model, comm in zip(self.models, comms, strict=False)
+            for model, comm in zip(self.models, self.wire, strict=False)
         ]
         self.steps = self.skipped = 0
         self.counted = [vars(optimizer.telemetry).copy() for optimizer in self.optimizers]
@@ -213,7 +223,8 @@ class Program:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def run(self, step: Step) -> None:
+    def run_backward(self, step: Step) -> None:
+        """Make all changes before a step, and its backward passes."""
         if step.to_none is not None:
             self.zero(step.to_none)
         if step.adds:
@@ -236,6 +247,11 @@ class Program:
             self.backward(step, step.nan if left == 0 else None)
         if step.freezes_after:
             self.train(False)
+
+    def run_step(self, step: Step) -> None:
+        """Take the step after `run_backward`."""
+        if step.fails:
+            self.fail()
         for _ in range(1 + step.again):
             self.step(step)
 
@@ -257,10 +273,7 @@ class Program:
             self.steps += 1
         else:
             self.skipped += 1
-        for optimizer in self.optimizers:
-            engine = steps_of(optimizer).engine
-            assert engine is not None
-            engine.expect_step()  # otherwise a rank without gradients takes no turn
+        self.expect_step()
         if step.clips:
             for optimizer in self.optimizers:
                 optimizer.clip_grad_norm_(0.1)
@@ -271,6 +284,20 @@ class Program:
             with optimizer.skip_synchronize() if step.by_hand else nullcontext():
                 optimizer.step()
         self.check()
+
+    def fail(self) -> None:
+        self.expect_step()
+        with patch("dgcopt.gradients.outgoing.OutgoingBuckets.launch_rest", side_effect=MemoryError):
+            for optimizer in self.optimizers:
+                with pytest.raises(MemoryError):
+                    optimizer.step()
+
+    def expect_step(self) -> None:
+        """Give ranks without gradients their turn."""
+        for optimizer in self.optimizers:
+            engine = steps_of(optimizer).engine
+            assert engine is not None
+            engine.expect_step()
 
     def step_whole(self, clips: bool) -> bool:
         """Step the bare optimizer on the combined gradients; return False if the step is skipped."""
@@ -334,6 +361,7 @@ LOSSLESS = [
     dgcopt.DGC(1.0, source="gradient", vectors="sparse"),
     dgcopt.TopK(1.0, values="fp64", source="gradient"),
     dgcopt.CSC(1.0, chunk=64, source="gradient"),
+    dgcopt.TopK(1.0, values="fp64", source="gradient", reduce="owner", keep=math.inf),
 ]
 PATTERNS = ("*.bias", "[tc]*", "*")
 
@@ -352,15 +380,16 @@ MORE: list[tuple[Any, list[dict[str, Any]]]] = [
 
 
 @st.composite
-def setups(draw: st.DrawFn) -> Setup:
+def setups(draw: st.DrawFn, like: Setup | None = None) -> Setup:
+    """Draw a setup; one for the same wire if it is to be `like` another."""
     kind, choices = draw(st.sampled_from(MORE))
     group = {"lr": draw(rates), "weight_decay": draw(decays), **draw(st.sampled_from(choices))}
     if kind is not SGD:
         group["eps"] = 1e-3  # with a smaller one, rounding decides over steps on gradients near zero
-    uneven = draw(st.booleans())
+    uneven = draw(st.booleans()) if like is None else like.uneven
     compressor = draw(st.one_of(one, by_name, one.map(dgcopt.Hierarchical)) if uneven else st.one_of(one, by_name))
     op, factor = draw(st.sampled_from([("average", 1.0), ("average", 2.0), ("sum", 1.0)]))
-    size = 3 if uneven else draw(st.sampled_from([2, 3]))
+    size = 3 if uneven else draw(st.sampled_from([2, 3])) if like is None else like.size
     exchange = {
         "op": op,
         "gradient_predivide_factor": factor,
@@ -380,6 +409,8 @@ def steps(draw: st.DrawFn, setup: Setup) -> Step:
     announced = draw(st.sampled_from([1, 1, 2]))
     settings_of = {"lr": rates, "weight_decay": decays, **({"momentum": momenta} if "momentum" in setup.group else {})}
     idle = draw(st.tuples(*[idle_layers] * setup.size)) if draw(rare) else (frozenset[str](),) * setup.size
+    nan = draw(st.sampled_from([*[None] * 6, *range(setup.size)]))
+    freezes_after = draw(rare)
     is_alike = len({"frozen" in layers for layers in idle}) == 1
     return Step(
         idle,
@@ -387,13 +418,14 @@ def steps(draw: st.DrawFn, setup: Setup) -> Step:
         announced,
         draw(st.sampled_from([0, 0, 1])),
         True if trains is False and not keeps else to_none,
-        draw(st.sampled_from([*[None] * 6, *range(setup.size)])),
+        nan,
         {key: draw(values) for key, values in settings_of.items() if draw(rare)},
         trains,
-        freezes_after=draw(rare) and keeps and is_alike,
+        freezes_after=freezes_after and keeps and is_alike,
         adds=draw(rare),
         reloads=draw(rare) and not (setup.takes_over and setup.rows_are_sparse),
         restores=draw(rare),
+        fails=draw(rare) and nan is None and to_none is not None and not freezes_after,
         by_hand=draw(rare),
         clips=draw(rare) and keeps and not setup.sparse,  # torch clips no sparse gradients
         again=draw(rare) and keeps,
@@ -402,18 +434,57 @@ def steps(draw: st.DrawFn, setup: Setup) -> Step:
 
 programs = setups().flatmap(lambda setup: st.tuples(st.just(setup), st.lists(steps(setup), min_size=2, max_size=6)))
 
+Turn = tuple[tuple[int, Step], ...]
+"""The programs of a wire that run backward now and then step, in this order; those that step first come last."""
 
-@settings(max_examples=40, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
+
+@st.composite
+def turns(draw: st.DrawFn, setups_of: tuple[Setup, Setup]) -> Turn:
+    places = draw(st.sampled_from([(0,), (1,), (0, 1), (1, 0)]))
+    return tuple((place, draw(steps(setups_of[place]))) for place in places)
+
+
+pairs = setups().flatmap(lambda one: st.tuples(st.just(one), setups(one)))
+shared = pairs.flatmap(lambda pair: st.tuples(st.just(pair), st.lists(turns(pair), min_size=3, max_size=8)))
+
+check = functools.partial(settings, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
+
+
+@check(max_examples=30)
 @given(programs)
 def check_program(program: tuple[Setup, list[Step]]) -> None:
     setup, course = program
-    running = Program(setup)
+    running = Program(setup, setup.wire())
     for step in course:
-        running.run(step)
+        running.run_backward(step)
+        running.run_step(step)
 
 
-def test_random_programs_equal_their_own_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@check(max_examples=10)
+@given(shared)
+def check_shared_wire(pair: tuple[tuple[Setup, Setup], list[Turn]]) -> None:
+    both, course = pair
+    wire = both[0].wire()
+    running = [Program(setup, wire) for setup in both]
+    for turn in course:
+        for place, step in turn:
+            running[place].run_backward(step)
+        for place, step in reversed(turn):
+            running[place].run_step(step)
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     logging.getLogger("dgcopt").setLevel(logging.CRITICAL)
     # searches all objects of the process in the first step without gradients
     monkeypatch.setattr("dgcopt.gradients.gradient_step.is_sharded_elsewhere", lambda names: False)
+    # otherwise some coordinates may find no room in a message to their owner, and stay
+    monkeypatch.setattr("dgcopt.compressors.reduction._SIGMAS", 99)
+
+
+def test_random_programs_equal_their_own_in_one_process() -> None:
     check_program()
+
+
+def test_random_programs_that_share_a_wire_equal_their_own_in_one_process() -> None:
+    check_shared_wire()

@@ -373,8 +373,8 @@ def in_backward(comm: Comm) -> None:
 @trial(
     AROUND,
     "torch.distributed.checkpoint: get_state_dict, set_state_dict",
-    note="what ranks hold back stays behind, and a warning says so; with `flatten_optimizer_state_dict=True` torch "
-    "drops the step too, and the warning with it: use `dgcopt.checkpoint`",
+    note="residuals are not saved, and a warning says so; with `flatten_optimizer_state_dict=True` torch drops the "
+    "step too, and there is no warning: use `dgcopt.checkpoint`",
     real=True,
 )
 def distributed_checkpoint(comm: Comm) -> None:

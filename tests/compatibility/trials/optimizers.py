@@ -38,7 +38,7 @@ for name in (
     trial(TORCH, name)(functools.partial(one_of_torch, name))
 
 
-@trial(TORCH, "SparseAdam", note="exact, sparse gradients travel as rows")
+@trial(TORCH, "SparseAdam", note="exact, sparse gradients are sent as rows")
 def sparse_adam() -> None:
     def bag() -> nn.Module:
         torch.manual_seed(1)

@@ -159,6 +159,9 @@ class Classes(torch.nn.Linear):
         super().__init__(64, 3)
     def forward(self, x):
         return super().forward(x.flatten(1))
+class Empty(torch.utils.data.Dataset):
+    def __len__(self):
+        return 0
 class Tokens(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -319,6 +322,8 @@ class TestRefusals:
              "ReduceLROnPlateau follows the test loss, so scheduler_interval must be epoch"),
             ("model: {class_path: torch.nn.Linear, init_args: {in_features: 4, out_features: 3}}",
              "do not take a batch of inputs of (32, 1, 8, 8) with targets of (32,): RuntimeError: mat1 and mat2"),
+            ("test_data: {class_path: small.Empty}", "test_data is empty, and must have samples"),
+            ("train_data: {class_path: small.Empty}", "train_data is empty"),
             ("model: {class_path: small.Classes}", "with targets of (32,): IndexError: Target"),
             ("model: {class_path: small.Tokens}", "IndexError: index out of range in self (at "),
         ],

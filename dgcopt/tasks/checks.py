@@ -40,13 +40,16 @@ COUNTED = ("seed", "batch_size", "batches_per_step", "scheduler_interval")
 def check_settings(settings: Any) -> None:
     """Raise ConfigError for settings that cannot be, or not together.
 
-    Null where a value is needed, which parsers take from files; an endless warm-up; settings of gradients where weights
-    are averaged.
+    Null where a value is needed, which parsers take from files; data without samples; an endless warm-up; settings of
+    gradients where weights are averaged.
     """
     hints, fields = get_type_hints(type(settings)), {field.name: field for field in dataclasses.fields(settings)}
     for name in fields:
         if getattr(settings, name) is None and type(None) not in get_args(hints[name]):
             raise ConfigError(f"{name} is null, and needs a value: give one, or leave the line out")
+    for name in ("train_data", "test_data"):
+        if not len(getattr(settings, name)):
+            raise ConfigError(f"{name} is empty, and must have samples")
     if settings.warmup_epochs == math.inf:
         raise ConfigError("warmup_epochs is inf, and must be finite: lr would stay that of one worker")
     if settings.averaging is None:

@@ -271,6 +271,9 @@ def _detect(env: Mapping[str, str]) -> tuple[str, str]:
         return env["DGCOPT_WIRE"], "DGCOPT_WIRE"
     if "HOROVOD_RANK" in env:
         return "horovod", "started by horovodrun with Gloo"
+    if "TORCHELASTIC_RUN_ID" in env:  # also where mpirun or srun has started one torchrun on each machine
+        _check_torchrun(env)
+        return "torch", "started by torchrun"
     if "OMPI_COMM_WORLD_SIZE" in env:
         # horovodrun's MPI controller leaves no variable of its own, but these two options of its mpirun command.
         if env.get("OMPI_MCA_pml") == "ob1" and env.get("OMPI_MCA_btl") == "^openib":
@@ -279,7 +282,9 @@ def _detect(env: Mapping[str, str]) -> tuple[str, str]:
     if "RANK" in env or "WORLD_SIZE" in env:
         _check_torchrun(env)
         return "torch", "started by torchrun"
-    if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env:
+    # MPICH's and Intel MPI's daemons, and shells, are tasks of srun too, with another number of ranks
+    is_of_srun = "PMI_SIZE" not in env or env["PMI_SIZE"] == env.get("SLURM_STEP_NUM_TASKS")
+    if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env and is_of_srun:
         return "torch", "started by srun"
     if "PMI_SIZE" in env or "PMIX_RANK" in env:
         return "mpi", "started by an MPI launcher"
@@ -342,10 +347,11 @@ def slurm_meeting_place(env: Mapping[str, str]) -> str:
     MASTER_ADDR and MASTER_PORT override. Raises ConfigError if the node list cannot be read.
     """
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", ""))
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
-    if "MASTER_ADDR" not in env and match is None:
+    first = re.match(r"(?:[^,\[\]]|\[[^\]]+\])+", nodes)  # rack[1-2]n[01,03] is one word of the list
+    if "MASTER_ADDR" not in env and first is None:
         raise ConfigError("srun did not say on which nodes the step runs (SLURM_STEP_NODELIST): set MASTER_ADDR")
-    host = env.get("MASTER_ADDR") or (match[1] + (match[2] or "") if match else "")
+    host = env.get("MASTER_ADDR") or (re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else "")
+    host = f"[{host}]" if ":" in host else host  # an address of IPv6
     job, step = (_number(env, name) if name in env else 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     port = _number(env, "MASTER_PORT", most=65535) if "MASTER_PORT" in env else 20000 + (job * 31 + step) % 20000
     return f"tcp://{host}:{port}"

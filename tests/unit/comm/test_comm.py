@@ -18,6 +18,8 @@ from dgcopt.errors import CommError, ConfigError, TimeoutExceeded
 from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import Ranks
 
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
 
 @pytest.mark.parametrize(
     ("env", "wire"),
@@ -27,10 +29,15 @@ from tests.support.worlds import Ranks
         ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, "horovod"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib"}, "horovod"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "mpi"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "torch"),
+        (TORCHRUN, "torch"),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "torch"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "local"),  # a batch script, in which no srun was called
         ({"PMI_SIZE": "2"}, "mpi"),
+        # mpirun of MPICH or Intel MPI, whose daemons srun has started, or in a shell that srun has started
+        ({"PMI_SIZE": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "mpi"),
+        ({"PMI_SIZE": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "torch"),  # srun --mpi=pmi2
+        # mpirun starts one torchrun on each machine
+        ({"OMPI_COMM_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"} | TORCHRUN, "torch"),
     ],
 )
 def test_every_launcher_is_recognised(env, wire):
@@ -55,6 +62,8 @@ def test_srun_meeting_place():
         slurm_meeting_place({"SLURM_STEP_NODELIST": "node[003-007,9]", "SLURM_JOB_ID": "12"}) == "tcp://node003:20372"
     )
     assert slurm_meeting_place({"SLURM_NODELIST": "a1,b2", "MASTER_PORT": "99"}) == "tcp://a1:99"
+    assert slurm_meeting_place({"SLURM_NODELIST": "r[02-03]n[7,9]x,b2", "MASTER_PORT": "99"}) == "tcp://r02n7x:99"
+    assert slurm_meeting_place({"MASTER_ADDR": "fe80::1", "MASTER_PORT": "99"}) == "tcp://[fe80::1]:99"
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
         slurm_meeting_place({})
 

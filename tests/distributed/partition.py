@@ -26,8 +26,10 @@ RANKS = 2
 """Ranks on each of two machines."""
 FEW = 20
 """Steps that make a phase."""
-LIMIT = 60.0
-MARGIN = 200
+LIMIT = 120.0
+"""Seconds of a phase, in which ranks may have to start."""
+MARGIN = 50
+"""Steps after the order to end, of 20 ms and more: before the last one all ranks have read it."""
 PORT = 29411
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.faults.networks import missing as no_namespaces
 from tests.support.launching import launch, missing
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(660)]
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if why := missing("torch") or no_namespaces():
         pytest.skip(why)
     path = tmp_path_factory.mktemp("partition") / "result.json"
-    outcome = launch("torch", 1, ["-m", "tests.distributed.partition", str(path)], limit=280, bare=True)
+    outcome = launch("torch", 1, ["-m", "tests.distributed.partition", str(path)], limit=600, bare=True)
     assert outcome.code == 0, f"ended with {outcome.code} after {outcome.seconds:.0f} s:\n{outcome.tail}"
     assert not outcome.orphans, outcome.tail
     assert "terminate called" not in outcome.output, outcome.tail

@@ -88,7 +88,7 @@ class Scenario:
     pause: float = 0.01
     spoilt: bool = False  # in step 2 the last rank's gradient holds NaN, in step 3 its disk is full
     slow: float = 1.0  # of the last rank, in times of the others' local steps
-    limit: float = 120.0
+    limit: float = 240.0
 
 
 def every(size: int, places: list[str]) -> list[Kill]:

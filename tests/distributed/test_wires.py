@@ -8,8 +8,8 @@ from tests.distributed.scenarios.algorithms import OPTIMIZERS, SPARSE, bits_of_s
 from tests.distributed.scenarios.catalogue import names_of
 from tests.support.launching import PROGRAMS, WORLDS, Outcome, assert_ended, assert_passed, launch_world
 
-LIMIT = 380
-"""Seconds for all scenarios of a wire: on 2 quiet cores they take a quarter of it."""
+LIMIT = 600
+"""Seconds for all scenarios of a wire: on 2 quiet cores they take a sixth of it."""
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(2 * LIMIT + 40)]

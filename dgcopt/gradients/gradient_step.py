@@ -246,7 +246,8 @@ class GradientStep(Step):
         self.turns.unlearn()
         self.rollback()
         self.wrapped.rollback()
-        self.ended()
+        self.tracker.failed()
+        self.outgoing.clear()
         self.outgoing.layout.release_gradients()
         self.wrapped.failed()
 

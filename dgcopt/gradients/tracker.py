@@ -299,6 +299,12 @@ class GradientTracker:
         self.clear_passes()
         self.weight_changes, self._weights = 0, None
 
+    def failed(self) -> None:
+        """Begin the step again after a failure: the gradients that have arrived are this rank's own still."""
+        own = self.uncounted.union(self.additions)
+        self.clear()
+        self.uncounted = own
+
     def clear_passes(self) -> None:
         """Clear the record of all backward passes since the last step."""
         self.additions, self.passes, self._seen_in, self.uncounted = {}, {}, {}, set()

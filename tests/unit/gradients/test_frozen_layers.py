@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import nn
 
 import dgcopt
+from dgcopt.gradients.synchronised import steps_of
 from tests.support.worlds import Ranks, momentum_sgd, same, small_batch, small_model
 
 
@@ -127,6 +128,31 @@ def test_a_layer_that_is_frozen_but_during_backward_is_exchanged(settings: dict[
             optimizer.step()
         ranks.assert_replicas_equal()
         assert same(before, bits_of(ranks.models)) == (seed < 2)
+
+
+@pytest.mark.parametrize("is_sent", [True, False], ids=["backward", "no_sync"])
+def test_a_layer_that_is_frozen_after_backward_is_exchanged_by_a_step_that_is_repeated(is_sent: bool) -> None:
+    """Its gradient would otherwise be taken for one of an earlier step, equal on all ranks."""
+    ranks = Ranks(2, adamw)
+    ranks.step()
+    with ExitStack() as blocks:
+        for optimizer in ranks.optimizers:
+            optimizer.zero_grad()
+            blocks.enter_context(nullcontext() if is_sent else optimizer.no_sync())
+        ranks.backward(1)
+    for model in ranks.models:
+        model[0].requires_grad_(False)
+    with patch("dgcopt.gradients.outgoing.OutgoingBuckets.launch_rest", side_effect=MemoryError):
+        for optimizer in ranks.optimizers:
+            steps_of(optimizer).engine.expect_step()
+        for optimizer in ranks.optimizers:
+            with pytest.raises(MemoryError):
+                optimizer.step()
+    for optimizer in ranks.optimizers:
+        steps_of(optimizer).engine.expect_step()
+    for optimizer in ranks.optimizers:
+        optimizer.step()
+    ranks.assert_replicas_equal()
 
 
 def test_a_layer_that_is_frozen_after_backward_and_idle_on_some_ranks_is_named() -> None:

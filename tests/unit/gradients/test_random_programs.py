@@ -250,7 +250,7 @@ class Program:
 
     def run_step(self, step: Step) -> None:
         """Take the step after `run_backward`."""
-        if step.fails:
+        if step.fails and all(bool(is_finite(own[name])) for own in self.own for name in own.keys() & self.names):
             self.fail()
         for _ in range(1 + step.again):
             self.step(step)
@@ -409,8 +409,6 @@ def steps(draw: st.DrawFn, setup: Setup) -> Step:
     announced = draw(st.sampled_from([1, 1, 2]))
     settings_of = {"lr": rates, "weight_decay": decays, **({"momentum": momenta} if "momentum" in setup.group else {})}
     idle = draw(st.tuples(*[idle_layers] * setup.size)) if draw(rare) else (frozenset[str](),) * setup.size
-    nan = draw(st.sampled_from([*[None] * 6, *range(setup.size)]))
-    freezes_after = draw(rare)
     is_alike = len({"frozen" in layers for layers in idle}) == 1
     return Step(
         idle,
@@ -418,14 +416,14 @@ def steps(draw: st.DrawFn, setup: Setup) -> Step:
         announced,
         draw(st.sampled_from([0, 0, 1])),
         True if trains is False and not keeps else to_none,
-        nan,
+        draw(st.sampled_from([*[None] * 6, *range(setup.size)])),
         {key: draw(values) for key, values in settings_of.items() if draw(rare)},
         trains,
-        freezes_after=freezes_after and keeps and is_alike,
+        freezes_after=draw(rare) and keeps and is_alike,
         adds=draw(rare),
         reloads=draw(rare) and not (setup.takes_over and setup.rows_are_sparse),
         restores=draw(rare),
-        fails=draw(rare) and nan is None and to_none is not None and not freezes_after,
+        fails=draw(rare),
         by_hand=draw(rare),
         clips=draw(rare) and keeps and not setup.sparse,  # torch clips no sparse gradients
         again=draw(rare) and keeps,

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 
-__all__ = ["end_waits_after", "listening", "shut_down"]
+__all__ = ["end_connections", "end_waits_after", "listening", "shut_down"]
 
 
 def _sockets() -> Iterator[socket.socket]:
@@ -30,6 +30,15 @@ def end_waits_after(deadline: float, port: int) -> None:
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * deadline))
+
+
+def end_connections(port: int) -> None:
+    """End this process's connections to a port, and the waits for them; nothing where there is no /proc."""
+    with contextlib.suppress(OSError):
+        for one in _sockets():
+            with contextlib.suppress(OSError):
+                if not _is_listening(one) and one.getpeername()[1] == port:
+                    one.shutdown(socket.SHUT_RDWR)
 
 
 def _is_listening(one: socket.socket) -> bool:

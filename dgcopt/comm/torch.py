@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -36,6 +37,7 @@ from ..errors import CommError, ConfigError
 from .base import DEADLINE, Channel, Comm, RankSet
 from .handles import Handle
 from .late import NOTICE, gone, waiting
+from .sockets import end_connections
 
 __all__ = ["MOVED", "REDUCE", "REDUCED", "ProcessGroupComm", "TorchComm", "Works", "tells_all"]
 
@@ -53,6 +55,9 @@ COPIES, PACKET = 2**20, 1400
 In a ring each of N - 1 or 2 (N - 1) messages waits for the previous one: with eight ranks on two cores a gather takes
 2.8 ms of CPU time, and 1.1 ms if each rank sends to all at once. The bytes of a ring's sum do not grow with N, though.
 """
+
+LATER = 2.0
+"""Seconds after the deadline of a rendezvous, within which torch raises its own error, that its waits are ended."""
 
 _STORES: dict[tuple[str, int, int], tuple[dist.Store, int, int, Iterator[int]]] = {}
 """Per meeting place: the store, this process's rank, the number of ranks, and the count of its groups."""
@@ -441,12 +446,32 @@ def _join(place: str, init_method: str, rank: int, size: int, timeout: timedelta
     rank = int(os.environ.get("RANK", rank)) if rank < 0 else rank  # others than before if ranks were lost
     size = int(os.environ.get("WORLD_SIZE", size)) if size < 0 else size
     if (place, rank, size) not in _STORES:
-        _STORES[place, rank, size] = (*next(rendezvous(init_method, rank, size, timeout=timeout)), itertools.count())
+        with _end_silence(place, timeout.total_seconds() + LATER):
+            met = next(rendezvous(init_method, rank, size, timeout=timeout))
+        _STORES[place, rank, size] = (*met, itertools.count())
     store, rank, size, count = _STORES[place, rank, size]
     store.set_timeout(timeout)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     keys = dist.PrefixStore(f"dgcopt {size} {next(count)}", store)
     dist.init_process_group(backend, store=keys, rank=rank, world_size=size, timeout=timeout)
+
+
+@contextlib.contextmanager
+def _end_silence(place: str, seconds: float) -> Iterator[None]:
+    """Context of a rendezvous: torch's waits without limit for a program at that port that is no store."""
+    port, has_ended = place.rpartition(":")[2], threading.Event()
+
+    def watch() -> None:
+        pause = seconds
+        while port.isdecimal() and not has_ended.wait(pause):
+            end_connections(int(port))
+            pause = 1.0
+
+    threading.Thread(target=watch, name="dgcopt ends a rendezvous", daemon=True).start()
+    try:
+        yield
+    finally:
+        has_ended.set()
 
 
 def tells_all(collective: Collective, size: int) -> bool:

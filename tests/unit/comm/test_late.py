@@ -1,5 +1,6 @@
 """Ranks that are late or gone, found after a failure: in a store of this process, and by groups that refuse to send."""
 
+import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dgcopt import CommError
 from dgcopt.comm import late
+from dgcopt.comm.torch import TorchComm
 
 
 def test_every_rank_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,3 +56,14 @@ def test_a_rank_is_gone_if_no_group_reaches_it(monkeypatch: pytest.MonkeyPatch) 
     with torch.device("meta"):  # a default device is not followed
         assert late.gone(groups, {7: 0, 8: 1}) == []
     assert late.gone([], {9: 2}) == []
+
+
+def test_a_program_that_is_no_store_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a server of another job at MASTER_PORT, which takes connections and never answers."""
+    monkeypatch.setattr("dgcopt.comm.torch.LATER", 0.0)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(CommError, match=rf"rank 1 of 2: not all ranks came to {place} within 0.5 s"):
+            TorchComm(init_method=place, rank=1, size=2, deadline=0.5)

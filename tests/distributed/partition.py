@@ -78,7 +78,7 @@ def cut_and_heal(namespaces: list[str], folder: Path) -> dict[str, Any]:
     healed = time.time()
     link(namespaces, "del")
     until("all are back", lambda: steps(2 * RANKS, healed) >= FEW)
-    last = max(line["step"] for line in told(folder)) + MARGIN
+    last = max((line["step"] for line in told(folder)), default=0) + MARGIN
     (folder / "new").write_text(str(last))
     (folder / "new").rename(folder / "end")
     return {"cut": cut, "healed": healed, "late": late, "errors": errors}

@@ -448,7 +448,7 @@ shared = pairs.flatmap(lambda pair: st.tuples(st.just(pair), st.lists(turns(pair
 check = functools.partial(settings, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 
 
-@check(max_examples=30)
+@check(max_examples=25)
 @given(programs)
 def check_program(program: tuple[Setup, list[Step]]) -> None:
     setup, course = program

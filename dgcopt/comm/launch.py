@@ -30,6 +30,7 @@ SIZES = {
     "HOROVOD_SIZE": "horovod",
     "OMPI_COMM_WORLD_SIZE": "mpi",
     "PMI_SIZE": "mpi",
+    "MV2_COMM_WORLD_SIZE": "mpi",
 }
 """Variables by which launchers announce the number of ranks, and the wire that joins them.
 
@@ -159,7 +160,7 @@ def _announced(env: Mapping[str, str]) -> dict[str, int]:
     """Return the number of ranks by the variable that announces it. Raises ConfigError if it is not a number."""
     present = {name for name in SIZES if name in env}
     # ranks of mpirun may be children of daemons, one on each machine, that srun has started
-    if "SLURM_PROCID" not in env or present & {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}:
+    if "SLURM_PROCID" not in env or any(SIZES[name] == "mpi" for name in present):
         present.discard("SLURM_STEP_NUM_TASKS")
     return {name: _number(env, name, 1) for name in sorted(present)}
 
@@ -279,6 +280,8 @@ def _detect(env: Mapping[str, str]) -> tuple[str, str]:
         if env.get("OMPI_MCA_pml") == "ob1" and env.get("OMPI_MCA_btl") == "^openib":
             return "horovod", "started by horovodrun with MPI; DGCOPT_WIRE=mpi to use plain MPI"
         return "mpi", "started by mpirun; DGCOPT_WIRE=horovod to use Horovod"
+    if "MV2_COMM_WORLD_SIZE" in env:
+        return "mpi", "started by MVAPICH"
     if "RANK" in env or "WORLD_SIZE" in env:
         _check_torchrun(env)
         return "torch", "started by torchrun"
@@ -322,7 +325,13 @@ def _torch(deadline: float) -> Comm:
 def _horovod(deadline: float) -> Comm:
     from .horovod import HorovodComm
 
-    if "HOROVOD_RANK" in os.environ and "HOROVOD_SIZE" in os.environ:
+    if "HOROVOD_RANK" in os.environ:
+        if "HOROVOD_SIZE" not in os.environ:  # Horovod would train alone
+            raise ConfigError(
+                "the wire 'horovod' needs horovodrun's variables, and HOROVOD_SIZE is missing beside HOROVOD_RANK: "
+                "start with horovodrun, unset HOROVOD_RANK if it is left over from elsewhere, or set DGCOPT_WIRE=local "
+                "to train alone"
+            )
         _number(os.environ, "HOROVOD_RANK", most=_number(os.environ, "HOROVOD_SIZE", 1) - 1)
     return HorovodComm(deadline)
 

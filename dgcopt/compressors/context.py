@@ -41,8 +41,8 @@ class Place:
             guess.
         prescale: factor on the gradient, but not on memory, before the exchange.
         gain: factor on the result after the exchange, by its caller or by a compressor around this one.
-        share: this rank's weight in a mean over ranks: 1 unless ranks have run out of data. A gradient is given
-            multiplied by it, weights are not.
+        share: this rank's weight in a mean over ranks, divided by `gradient_predivide_factor`: 1 unless that is set or
+            ranks have run out of data. A gradient is given multiplied by it, weights are not.
     """
 
     rank: int

@@ -120,7 +120,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--hostfile", metavar="FILE", help="file of machines: lines `HOST slots=N` or `HOST:N`, or `HOST` once per rank"
     )
-    option("--nnodes", metavar="MIN[:MAX]", help="number of machines; run this command on each; torchrun only")
+    option(
+        "--nnodes", metavar="MIN[:MAX]", help="number of machines; run this command on each; with torchrun or --survive"
+    )
     option(
         "--rdzv-endpoint",
         metavar="HOST:PORT",

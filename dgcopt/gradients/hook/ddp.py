@@ -58,9 +58,9 @@ def ddp_hook(
     Costs the compressor's cost, a message of 44 bytes per step for the vote, and one pass over the gradients to check
     that they are finite. If they are not finite on some rank, every rank's gradients become NaN, so that all scalers
     skip the step, and no memory changes. In DDP's `join()` averages divide by all ranks or, with
-    `divide_by_initial_world_size=False`, by those with data. In a single process DDP is unchanged. A parameter whose
-    gradient is zero on all ranks keeps its value and its residual, because DDP ignores the result for a parameter that
-    was not used.
+    `divide_by_initial_world_size=False`, by those with data. In a single process DDP is unchanged. A parameter that
+    is unused on all ranks keeps its value and its residual if its `grad` is None; if that is zero, as after
+    `zero_grad(set_to_none=False)`, it takes its step, as in dense training.
 
     Raises ConfigError for compressors that send updates (DDP exchanges gradients), a distributed optimizer, or names
     that do not fit. In backward passes: MismatchError, on all ranks, if they differ in compressor, settings or

@@ -32,6 +32,7 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "torch"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "local"),  # a batch script, in which no srun was called
         ({"PMI_SIZE": "2"}, "mpi"),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, "mpi"),
         # mpirun of MPICH or Intel MPI, whose daemons srun has started, or in a shell that srun has started
         ({"PMI_SIZE": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "mpi"),
         ({"PMI_SIZE": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "torch"),  # srun --mpi=pmi2
@@ -47,6 +48,14 @@ def test_every_launcher_is_recognised(env, wire):
 def test_half_an_environment_is_refused():
     with pytest.raises(ConfigError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT is missing"):
         _detect({"RANK": "0"})
+
+
+def test_horovods_rank_without_a_size_is_refused(monkeypatch):
+    """Horovod would take it for the only rank."""
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    monkeypatch.delenv("HOROVOD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match="HOROVOD_SIZE is missing beside HOROVOD_RANK: start with horovodrun"):
+        dgcopt.init()
 
 
 def test_a_wire_without_a_launcher_is_refused(monkeypatch):
@@ -121,7 +130,7 @@ def test_init_is_local_without_a_launcher_and_stays(monkeypatch):
         dgcopt.init("pigeon")
 
 
-LAUNCHERS = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+LAUNCHERS = tuple(launch.SIZES)
 
 
 @pytest.fixture

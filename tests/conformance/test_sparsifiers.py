@@ -329,7 +329,7 @@ def test_rounding_stays_in_the_momentum():
     ("make", "reason"),
     [
         (lambda params: SGD(params, lr=0.1, momentum=0.9), "keeps the momentum itself"),
-        (lambda params: AdamW(params, lr=0.1), "AdamW would apply another one"),
+        (lambda params: AdamW(params, lr=0.1), "AdamW would apply its own rule"),
     ],
 )
 def test_optimizers_with_a_rule_of_their_own_are_refused(make, reason):

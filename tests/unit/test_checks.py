@@ -45,8 +45,8 @@ def test_numbers_of_numpy_are_numbers_and_flags_are_not(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("compressor", "make", "words"),
     [
-        (dgcopt.DeMo(), torch.optim.Adam, "Adam would apply another one"),
-        (dgcopt.PerParameter({"*": dgcopt.DeMo()}), torch.optim.Adam, "Adam would apply another one"),
+        (dgcopt.DeMo(), torch.optim.Adam, "Adam would apply its own rule"),
+        (dgcopt.PerParameter({"*": dgcopt.DeMo()}), torch.optim.Adam, "Adam would apply its own rule"),
         (dgcopt.FP16(dgcopt.Signum()), lambda p: torch.optim.SGD(p, 0.1, 0.9), "give SGD momentum=0"),
         (dgcopt.QAdam(), lambda p: torch.optim.SGD(p, 0.1), "needs torch.optim.Adam or AdamW"),
     ],

@@ -104,7 +104,7 @@ def test_gradient_averaging_over_the_same_ranks_is_refused():
             LocalSGD(optimizer, comm=comm)
         LocalSGD(optimizer, 2, warmup_steps=1, named_parameters=model.named_parameters(), comm=comm)
         with (
-            pytest.raises(ConfigError, match=r"warmup_steps of LocalSGD: leave one .* the same number of batches"),
+            pytest.raises(ConfigError, match=r"warmup_steps of LocalSGD: remove one .* the same number of batches"),
             dgcopt.join(optimizer),
         ):
             pass

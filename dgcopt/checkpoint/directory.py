@@ -26,9 +26,25 @@ def check_directory(directory: Any) -> None:
     if "\0" in str(directory):
         raise ConfigError(f"directory {str(directory)!r:.200} contains a NUL character: give a path without it")
     path = Path(directory)
-    if path.is_file() or (path / MANIFEST).exists():
-        found = "a file" if path.is_file() else "one checkpoint"
+    try:
+        found = "a file" if path.is_file() else "one checkpoint" if (path / MANIFEST).exists() else ""
+    except PermissionError:  # perhaps of this rank only: an error of all ranks follows, from the collective call
+        return
+    if found:
         raise ConfigError(f"{directory} is {found}: give the directory of checkpoints, here maybe {path.parent}")
+
+
+def check_readable(directory: Path) -> None:
+    """Raise CheckpointError for a directory that cannot be listed: `glob` finds nothing in it, as in an empty one."""
+    try:
+        os.listdir(directory)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} cannot be read ({error.strerror}), so checkpoints in it would be passed over. Give this "
+            f"user the right to read it, or load from another directory"
+        ) from error
 
 
 def unfinished_folder(directory: Path, step: int, number: int) -> Path:
@@ -79,12 +95,14 @@ def has_manifest(folder: Path) -> bool:
 def read_identities(directory: Path) -> dict[str, tuple[Path, str]]:
     """Return the folder and the writer of every checkpoint, finished or not, by its identity."""
     found: dict[str, tuple[Path, str]] = {}
-    for prefix in (FINISHED, REPLACED, UNFINISHED):
-        for path in directory.glob(prefix + "*"):
-            with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError):
-                manifest = json.loads((path / MANIFEST).read_text())
-                if isinstance(identity := manifest.get("identity"), str):
-                    found[identity] = path, str(manifest.get("writer"))
+    paths: list[Path] = []
+    with contextlib.suppress(PermissionError):  # perhaps on this rank only; the load or save ends with an error of all
+        paths += [path for prefix in (FINISHED, REPLACED, UNFINISHED) for path in directory.glob(prefix + "*")]
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError):
+            manifest = json.loads((path / MANIFEST).read_text())
+            if isinstance(identity := manifest.get("identity"), str):
+                found[identity] = path, str(manifest.get("writer"))
     return found
 
 

@@ -13,11 +13,22 @@ from torch import Tensor
 from ..collectives import AllGather, Broadcast, Collective
 from ..comm import Comm, current_comm
 from ..errors import CheckpointError
-from .directory import FINISHED, LARGEST_STEP, check_directory, finished_checkpoints, known_identities, read_identities
+from .directory import (
+    FINISHED,
+    LARGEST_STEP,
+    check_directory,
+    check_readable,
+    finished_checkpoints,
+    known_identities,
+    read_identities,
+)
 from .files import RankFiles, read_checksums
 from .resharding import reshare
 
 log = logging.getLogger("dgcopt")
+
+NONE_LEFT, UNREADABLE = -1, -2
+"""Answers of rank 0 in place of the newest checkpoint's step."""
 
 
 def load(directory: str | Path, comm: Comm | None = None) -> tuple[int, dict[str, Any]] | None:
@@ -26,7 +37,8 @@ def load(directory: str | Path, comm: Comm | None = None) -> tuple[int, dict[str
     None if the `directory` holds no checkpoint, or is missing. Damaged and half-written ones are skipped in favour of
     older ones, with a log warning. At the same world size every rank gets its own state, bit for bit; at another, see
     `reshare`. `comm` is the wire; None is that of `dgcopt.init()`. Raises CheckpointError, with the newest one's fault,
-    if all are damaged, and ConfigError for a file, or the folder of one checkpoint.
+    if all are damaged, or if rank 0 may not read the directory; ConfigError for a file, or the folder of one
+    checkpoint.
     """
     check_directory(directory)
     comm = current_comm(comm)
@@ -38,10 +50,18 @@ def _load(directory: Path, comm: Comm) -> Generator[Collective, Tensor, tuple[in
     below = LARGEST_STEP + 1
     known_identities(directory).update(read_identities(directory))
     while True:
-        steps = [step for step in finished_checkpoints(directory) if step < below] if comm.rank == 0 else []
-        newest = torch.tensor([steps[0] if steps else -1], dtype=torch.int64)
-        below = int((yield Broadcast(comm.to_wire(newest), label="checkpoint.load, which all ranks call")))
-        if below < 0:
+        newest, fault = NONE_LEFT, None
+        if comm.rank == 0:
+            try:
+                check_readable(directory)
+                newest = next((step for step in finished_checkpoints(directory) if step < below), NONE_LEFT)
+            except CheckpointError as error:
+                newest, fault = UNREADABLE, error
+        told = torch.tensor([newest], dtype=torch.int64)
+        below = int((yield Broadcast(comm.to_wire(told), label="checkpoint.load, which all ranks call")))
+        if below == UNREADABLE:
+            raise fault or CheckpointError(f"rank 0 cannot read {directory}: its error names the reason")
+        if below == NONE_LEFT:
             if tried:
                 raise CheckpointError(f"no checkpoint in {directory} can be used: {tried[0]}")
             return None

@@ -2,6 +2,10 @@
 
 import json
 import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,36 @@ from dgcopt.checkpoint import loading, saving
 from dgcopt.comm import LocalComm
 from tests.support.checkpoints import state
 from tests.support.worlds import together
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """Without the rights of root, whom no permission keeps from reading."""
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.parametrize(("closed", "rights"), [(".", 0), ("checkpoints", 0), ("checkpoints", 0o111)])
+def test_a_directory_that_may_not_be_read_does_not_pass_for_an_empty_one(closed: str, rights: int):
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own is closed to other users
+        directory = Path(folder, "checkpoints")
+        together(2, lambda comm: saving._save(directory, state(1), 1, comm, keep=1))
+        Path(folder).chmod(0o755)
+        Path(folder, closed).chmod(rights)
+        with unprivileged():
+            with pytest.raises(
+                CheckpointError, match=r"cannot be read \(Permission denied\), so .* Give this user the"
+            ):
+                checkpoint.load(directory, LocalComm())
+            mine, theirs = together(2, lambda comm: loading._load(directory, comm), catch=CheckpointError)
+            saved = together(2, lambda comm: saving._save(directory, state(2), 2, comm, keep=1), catch=CheckpointError)
+        Path(folder, closed).chmod(0o755)
+    assert "Permission denied" in str(mine) and "rank 0 cannot read" in str(theirs)
+    assert "Permission denied" in str(saved[0]) and isinstance(saved[1], CheckpointError)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -38,7 +38,7 @@ from .advise import (
 from .costs import Recipe, conditions_of, load_recipes, save_recipes
 from .doctor import Diagnosis, diagnose, profile_model
 from .models import Model, load_model, model_on_paper
-from .plot import plot_regions
+from .plot import plot_regions, pyplot
 from .probe import probe, save_probe
 from .profile import Profile
 from .report import write_report
@@ -209,6 +209,11 @@ def _advise(arguments: argparse.Namespace) -> int:
         raise ConfigError("--costs takes costs that --save-costs has written before: give one of them")
     check_candidates(arguments.candidates)
     check_allowed(arguments.allow)
+    for path in (arguments.json, arguments.plot):  # before minutes are spent on recording
+        if path is not None:
+            _check_can_write(path)
+    if arguments.plot is not None:
+        pyplot()
     sys.path.insert(0, "")  # the user's modules here, as for `python -m`
     model = model_on_paper(arguments.model, arguments.step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -420,6 +425,17 @@ def _check_conditions(
         if recipe.conditions != here:
             differ = here.differences(recipe.conditions)
             raise ConfigError(f"{arguments.costs} has costs of {model.name} under other conditions: {differ}. {again}")
+
+
+def _check_can_write(path: Path) -> None:
+    """Raise ConfigError for a file that cannot be written."""
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _write(path: Path, text: str) -> None:

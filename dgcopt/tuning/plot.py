@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError
 from .advise import BASELINES, Prediction
 
-__all__ = ["RANKS", "RATES", "plot_regions"]
+__all__ = ["RANKS", "RATES", "plot_regions", "pyplot"]
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256)
 RATES = tuple(bits / 8 for bits in (1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11))
@@ -19,19 +20,25 @@ Choice = Callable[[int, float], tuple[Prediction, float]]
 """For ranks and bytes per second: the exchange to use, and how many times as fast as the best dense one it is."""
 
 
+def pyplot() -> Any:
+    """Return matplotlib's pyplot, for a machine without a display. Raises ConfigError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
 def plot_regions(panels: Sequence[tuple[str, Choice]], names: Sequence[str], columns: int, path: Path) -> None:
     """Draw a panel for each title: in each cell the exchange to use, and how many times as fast as DDP its step is.
 
     `names` are those of all exchanges, whose colours are the same in all panels. Raises ConfigError without matplotlib,
     and for a file that cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
-    matplotlib.use("Agg")  # no display needed
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     shades = [*(f"C{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 9)), "gold", "navy", "teal"]  # none is grey
     colours = dict(zip((name for name in names if name not in BASELINES), itertools.cycle(shades), strict=False))
     rows = -(-len(panels) // columns)

@@ -381,6 +381,21 @@ def test_costs_of_other_models_stay_in_their_file(tmp_path: Path, capsys: pytest
     assert (tmp_path / "other.json").read_text() == '{"a": 1}'
 
 
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_recorded(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--ranks", "4", "--link", "1gbit", "--model", "torch.nn:Linear(20, 10)", "--step", "1", option]
+    assert advise(*words, str(tmp_path / "none" / "file.png")) == 2
+    err = capsys.readouterr().err
+    assert "cannot write" in err and "No such file" in err and "recording" not in err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    if option == "--plot":
+        assert advise(*words, str(tmp_path / "file.png")) == 2
+        err = capsys.readouterr().err
+        assert "--plot needs matplotlib" in err and "recording" not in err and not [*tmp_path.iterdir()]
+
+
 def test_a_single_machine_records_nothing_that_machines_exchange(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ def check_readable(directory: Path) -> None:
     """Raise CheckpointError for a directory that cannot be listed: `glob` finds nothing in it, as in an empty one."""
     try:
         os.listdir(directory)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # what writes there says so
         return
     except OSError as error:
         raise CheckpointError(

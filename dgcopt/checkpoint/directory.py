@@ -28,7 +28,7 @@ def check_directory(directory: Any) -> None:
     path = Path(directory)
     try:
         found = "a file" if path.is_file() else "one checkpoint" if (path / MANIFEST).exists() else ""
-    except PermissionError:  # perhaps of this rank only: an error of all ranks follows, from the collective call
+    except PermissionError:  # perhaps on this rank only; the load or save ends with an error of all
         return
     if found:
         raise ConfigError(f"{directory} is {found}: give the directory of checkpoints, here maybe {path.parent}")
@@ -38,12 +38,12 @@ def check_readable(directory: Path) -> None:
     """Raise CheckpointError for a directory that cannot be listed: `glob` finds nothing in it, as in an empty one."""
     try:
         os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):  # what writes there says so
+    except (FileNotFoundError, NotADirectoryError):  # the error of a later save names the path
         return
     except OSError as error:
         raise CheckpointError(
-            f"{directory} cannot be read ({error.strerror}), so checkpoints in it would be passed over. Give this "
-            f"user the right to read it, or load from another directory"
+            f"{directory} cannot be read ({error.strerror}), so its checkpoints cannot be found. Give this user the "
+            f"right to read it, or load from another directory"
         ) from error
 
 

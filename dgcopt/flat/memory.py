@@ -105,7 +105,7 @@ class Memory(Mapping[str, Tensor]):
         self._current[kind], self._unstarted[kind] = flat, unstarted
 
     def has_begun(self, kind: str, segment: Segment) -> bool:
-        """Return False if a parameter's memory of a kind is to get its initial value by `hold` yet."""
+        """Return True if a parameter has memory of a kind: False while `hold` has yet to set its initial value."""
         return segment not in self._unstarted.get(kind, ()) or bool(segment.view(self[kind]).any())
 
     def take(self, kind: str) -> Tensor | None:

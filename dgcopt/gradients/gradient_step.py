@@ -55,8 +55,8 @@ CHANGED = (
 )
 
 FROZEN = (
-    f"Freeze parameters on all ranks alike, before backward() or after step(): one that is frozen in between travels "
-    f"only from ranks that have a gradient of it. {CHANGED}"
+    f"Freeze parameters on all ranks alike, before backward() or after step(): a parameter that is frozen in "
+    f"between is exchanged only by ranks that have a gradient of it. {CHANGED}"
 )
 
 FREED = (

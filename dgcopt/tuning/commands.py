@@ -8,7 +8,8 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -430,18 +431,23 @@ def _check_conditions(
 def _check_can_write(path: Path) -> None:
     """Raise ConfigError for a file that cannot be written."""
     is_new = not path.exists()
-    try:
+    with _writing(path):
         path.open("a").close()
         if is_new:
             path.unlink()
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _write(path: Path, text: str) -> None:
     """Write a file. Raises ConfigError if that is not possible."""
-    try:
+    with _writing(path):
         path.write_text(text)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Context in which an OSError is a ConfigError that names the file."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
